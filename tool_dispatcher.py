@@ -1,0 +1,2928 @@
+"""The trusted boundary between a model's tool call and its effect.
+
+A language model proposes a tool call: a name and arguments, nothing else. This module decides whether
+that call runs, runs it at most once, and returns a result that anybody with the same trusted context can
+rebuild and compare. It holds ten promises; the code that upholds one cites its number, and so does the
+test that proves it.
+
+ 1. A name outside the registry never runs anything.
+ 2. Arguments that break the contract never reach a handler, whole or in part.
+ 3. Identity, tenant, approval, call id and idempotency key never come from the model.
+ 4. Absent and forbidden are one answer.
+ 5. A write runs only with a key and an eligible approval of exactly this call in exactly this state.
+ 6. One idempotency scope, at most one effect: whatever is raised, repeated, raced or re-entered.
+ 7. An unknown outcome is reported as neither success nor failure, and only downstream evidence settles it.
+ 8. Only data that passed its contract reaches the model, and nothing of the audit ever does.
+ 9. Every result can be rebuilt from trusted context; one that cannot is refused before a provider sees it.
+10. Every call ends in exactly one package, whatever the model said.
+
+A read, from proposal to provider payload (``demo_dispatcher`` wires a mock downstream with two tools):
+
+>>> dispatcher = demo_dispatcher()
+>>> principal = Principal("tenant-a", "user-1", roles=())                       # from the host's session
+>>> proposal = ModelProposal("get_order", {"order_ref": "ORDER-7"})             # from the model
+>>> context = ExecutionContext(PROFILES["openai"], "resp-1", "call-1", "op-1", idempotency_key=None)
+>>> call = bind_tool_call(proposal, context)
+>>> package = dispatcher.dispatch(principal, call, now=1_000)
+>>> package["model_result"]["data"]
+{'order_ref': 'ORDER-7', 'status': 'paid'}
+>>> to_openai_responses(dispatcher.resolve(principal, call), package)["call_id"]
+'call-1'
+
+What it does not do: choose tools, talk to a provider, survive a crash, or make two processes agree. State
+lives in memory; the clock, the identity and the retry policy are the host's. SHA-256 digests without a key
+are evidence that parts belong together, never evidence of who made them.
+
+Glossary, in the order the words appear:
+
+    proposal          what a model said: a tool name and arguments, both untrusted
+    principal         who asks: tenant, subject and roles, from the host's own session
+    contract          a JSON Schema document limited to keywords that this module enforces
+    gate              one check that either returns a fact or refuses with a catalog code
+    idempotency key   the host's name for one business operation; a retry repeats it, a new intent never does
+    scope             tenant, subject, tool and idempotency key: the room in which at most one effect happens
+    approval          a human's signed consent to one exact call in one exact resource state
+    outcome           what is known of the effect: not_started, committed or unknown
+    delivery          the evidence behind a success: fresh, local_replay or receipt_reconciled
+    receipt           what a downstream remembers about an effect, found again by its status reference
+    projection        one of a result's two views: model_result for the model, protected_audit for the host
+    package           the two projections of one call, tied together by three digests
+
+Read on from top to bottom: every name is defined before it is used, in the order in which data travels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import functools
+import hashlib
+import hmac
+import json
+import os
+import pathlib
+import re
+import secrets
+import sys
+import textwrap
+import threading
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
+from types import MappingProxyType
+from typing import Any, Final, Literal, NamedTuple, NoReturn
+
+__version__ = "1.0.0"
+
+
+# =====================================================================================================
+# 1. Limits and vocabulary
+# =====================================================================================================
+# Every bound is applied before work is done in proportion to what it bounds.
+
+MAX_LEVELS: Final = 32                  # nesting of any JSON; deep enough for tools, shallow enough for recursion
+MAX_BUDGET: Final = 131_072             # values plus characters that one untrusted Python value may cost
+MAX_SAFE_INTEGER: Final = 2**53 - 1     # the largest integer that every JSON implementation reads alike
+MAX_ARGUMENT_BYTES: Final = 16_384      # canonical UTF-8 of a call's arguments
+MAX_OUTPUT_BYTES: Final = 65_536        # the most that a tool may allow itself, so that a package fits the budget
+MAX_OUTPUT_LEVELS: Final = MAX_LEVELS - 2   # data stands two levels deep in its package
+MAX_FIXTURE_BYTES: Final = 65_536
+MAX_VIOLATIONS: Final = 16              # in one model-visible error
+MAX_ROLES: Final = 32
+MAX_APPROVALS: Final = 16               # looked at in one dispatch; each costs one HMAC
+MAX_APPROVAL_SECONDS: Final = 60        # consent is for now: an approval may not be stockpiled
+MAX_CALLS: Final = 128                  # in one provider response
+MAX_INSTANT: Final = 253_402_300_799    # 9999-12-31T23:59:59Z in seconds since the epoch
+MAX_PRINTED_PROBLEMS: Final = 20
+
+MODEL_RESULT_VERSION: Final = "tool-model-result-v2"
+AUDIT_VERSION: Final = "tool-audit-v2"
+FIXTURE_VERSION: Final = "tool-cases-v2"
+REPORT_VERSION: Final = "tool-report-v2"
+DISPATCHER_LABEL: Final = "offline-dispatcher"          # the source of every error a model sees
+DISPATCHER_REVISION: Final = "offline-dispatcher-v2"
+UNREGISTERED: Final = "unregistered"                    # stands in every contract field of an unknown tool
+MALFORMED_NAME: Final = "(malformed)"                   # no tool can bear it: see _SPEC_CONTRACT
+
+JsonObject = dict[str, Any]             # one decoded JSON object
+Package = dict[str, Any]                # {"model_result": ..., "protected_audit": ...}
+Purpose = Literal["dispatch", "query_status"]
+
+_IDENTIFIER = re.compile(r"[!-~]{1,255}")
+_UTC_SECOND = re.compile(r"(\d{4})-(\d\d)-(\d\d)T(\d\d):(\d\d):(\d\d)Z", re.ASCII)
+_HEX_DIGEST = re.compile(r"[0-9a-f]{64}")
+_EPOCH = datetime(1970, 1, 1)
+
+
+def is_identifier(value: object) -> bool:
+    """Tell whether `value` is 1 to 255 printable ASCII characters without a space.
+
+    >>> is_identifier("call-1"), is_identifier("call 1"), is_identifier("call-1\\n"), is_identifier(7)
+    (True, False, False, False)
+    """
+    return type(value) is str and _IDENTIFIER.fullmatch(value) is not None
+
+
+def is_digest(value: object) -> bool:
+    """Tell whether `value` is a SHA-256 in lowercase hex."""
+    return type(value) is str and _HEX_DIGEST.fullmatch(value) is not None
+
+
+def is_instant(value: object) -> bool:
+    """Tell whether `value` is whole seconds since the epoch up to the year 9999; `True` is not 1."""
+    return type(value) is int and 0 <= value <= MAX_INSTANT
+
+
+def is_utc_second(value: str) -> bool:
+    """Tell whether `value` is a real calendar instant like ``2026-02-28T23:59:59Z``, in ASCII digits."""
+    match = _UTC_SECOND.fullmatch(value)
+    try:
+        return match is not None and bool(datetime(*map(int, match.groups())))  # type: ignore[arg-type]
+    except ValueError:  # 30 February has the right shape
+        return False
+
+
+def utc_text(now: int) -> str:
+    """Write seconds since the epoch as ``YYYY-MM-DDThh:mm:ssZ``.
+
+    >>> utc_text(1_000)
+    '1970-01-01T00:16:40Z'
+    """
+    return (_EPOCH + timedelta(seconds=now)).isoformat() + "Z"  # arithmetic: Windows' clock calls end before 9999
+
+
+# =====================================================================================================
+# 2. Strict JSON: in and out
+# =====================================================================================================
+# Two doors lead in, `decode_json` for text and `plain_json` for Python values, and both open onto the same
+# portable domain: null, booleans, safe integers, strings without lone surrogates, arrays, and objects whose
+# keys stay in the Basic Multilingual Plane. Nothing is ever repaired, trimmed, unwrapped or guessed.
+
+
+class JsonError(ValueError):
+    """An input outside the portable domain. `reason` is one word; no text of the input is repeated."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"not portable JSON: {reason}")
+        self.reason = reason
+
+
+def decode_json(raw: bytes | str, *, max_bytes: int) -> Any:
+    """Decode one JSON text (RFC 8259) into the portable domain.
+
+    `max_bytes` bounds the text's UTF-8 form. Raises `JsonError` with the reason `type`, `size`, `utf-8`,
+    `surrogate`, `bom`, `depth`, `syntax`, `duplicate-key`, `number` or `key`.
+
+    >>> decode_json('{"amount": 900}', max_bytes=100)
+    {'amount': 900}
+    """
+    text = _utf8_text(raw, max_bytes)
+    _require_shallow(text)
+    try:
+        value = _DECODER.decode(text)
+    except json.JSONDecodeError:
+        raise JsonError("syntax") from None
+    _require_encodable(canonical_json(value))  # escapes may have spelt lone surrogates
+    return value
+
+
+def _utf8_text(raw: bytes | str, max_bytes: int) -> str:
+    if type(raw) is not str and type(raw) is not bytes:
+        raise JsonError("type")
+    if len(raw) > max_bytes:  # before encoding: no text has fewer bytes than characters
+        raise JsonError("size")
+    if type(raw) is str:
+        raw = _require_encodable(raw)
+    if len(raw) > max_bytes:
+        raise JsonError("size")
+    try:
+        text = raw.decode("utf-8")  # type: ignore[union-attr]
+    except UnicodeDecodeError:
+        raise JsonError("utf-8") from None
+    if text.startswith("\ufeff"):
+        raise JsonError("bom")
+    return text
+
+
+def _require_encodable(text: str) -> bytes:
+    """Return the UTF-8 form of `text`; a lone surrogate is exactly what UTF-8 cannot encode."""
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise JsonError("surrogate") from None
+
+
+# The possessive quantifiers never step back, so the scan is linear even on a text of quotes and backslashes.
+_STRING = re.compile(r'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
+_BRACKET = re.compile(r"[\[\]{}]")
+
+
+def _require_shallow(text: str) -> None:
+    """Refuse deep nesting before Python's recursive decoder meets it. Brackets in strings do not count."""
+    level = 0
+    for bracket in _BRACKET.finditer(_STRING.sub("", text)):
+        level += 1 if bracket[0] in "[{" else -1
+        if level > MAX_LEVELS:
+            raise JsonError("depth")
+
+
+def _unique_members(pairs: list[tuple[str, Any]]) -> JsonObject:
+    """Build an object from its decoded pairs: two spellings of one key are the same key by now."""
+    members = dict(pairs)
+    if len(members) != len(pairs):
+        raise JsonError("duplicate-key")
+    for name in members:
+        _require_plane(name)
+    return members
+
+
+def _require_plane(name: str) -> None:
+    """Refuse a key beyond the Basic Multilingual Plane, where code points and UTF-16 units sort differently."""
+    if not name.isascii() and max(name) > "\uffff":
+        raise JsonError("key")
+
+
+def _safe_integer(digits: str) -> int:
+    # Digits are counted before conversion: Python's own limit on long integers is never met.
+    if len(digits) > 17 or not -MAX_SAFE_INTEGER <= int(digits) <= MAX_SAFE_INTEGER:
+        raise JsonError("number")
+    return int(digits)
+
+
+def _refuse_number(_: str) -> NoReturn:
+    raise JsonError("number")  # fractions, exponents, NaN and infinities; money is counted in minor units
+
+
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_unique_members,
+    parse_int=_safe_integer,
+    parse_float=_refuse_number,
+    parse_constant=_refuse_number,
+)
+
+
+def plain_json(value: object) -> Any:
+    """Copy an arbitrary Python value into exact JSON types: the only way in for anything untrusted.
+
+    Types are compared exactly, so no method of the value's own ever runs. Each value and each character
+    costs one of `MAX_BUDGET`, so aliased and cyclic structures end quickly. Raises `JsonError` with the
+    reason `type`, `number`, `surrogate`, `key`, `depth` or `budget`.
+
+    >>> plain_json({"amount": 900, "lines": [True, None]})
+    {'amount': 900, 'lines': [True, None]}
+    """
+    left = MAX_BUDGET - 1
+
+    def spend(cost: int) -> None:
+        nonlocal left
+        left -= cost
+        if left < 0:
+            raise JsonError("budget")
+
+    def text(value: str) -> str:
+        spend(len(value))  # before encoding: a huge string is refused by its length alone
+        if not value.isascii():
+            _require_encodable(value)
+        return value
+
+    def key(name: object) -> str:
+        if type(name) is not str:
+            raise JsonError("key")
+        _require_plane(text(name))
+        return name
+
+    def copied(value: Any, levels: int) -> Any:
+        kind = type(value)
+        if kind is str:
+            return text(value)
+        if kind is bool or value is None:
+            return value
+        if kind is int or kind is float:
+            if kind is float or not -MAX_SAFE_INTEGER <= value <= MAX_SAFE_INTEGER:
+                raise JsonError("number")
+            return value
+        if kind is not dict and kind is not list:
+            raise JsonError("type")
+        if not levels:
+            raise JsonError("depth")
+        spend(len(value))  # a container pays for all its members before it looks at one
+        if kind is list:
+            return [copied(item, levels - 1) for item in value]
+        # The tuple is a snapshot: whoever kept the object may be changing it in another thread.
+        return {key(name): copied(item, levels - 1) for name, item in tuple(value.items())}
+
+    return copied(value, MAX_LEVELS)
+
+
+# On the portable domain this is byte for byte RFC 8785 (JSON Canonicalization Scheme): integers have one
+# spelling, strings one set of escapes, and keys within one plane sort by code point as they do by UTF-16.
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, sort_keys=True, separators=(",", ":"))
+
+
+def canonical_json(value: Any) -> str:
+    """Write portable JSON in its one canonical form (RFC 8785): sorted keys, no spaces, non-ASCII unescaped.
+
+    >>> canonical_json({"b": [1, True], "a": "\\u00e9"})
+    '{"a":"é","b":[1,true]}'
+    """
+    return _ENCODER.encode(value)
+
+
+def digest(document: Any) -> str:
+    """Return the lowercase hex SHA-256 of the document's canonical form in UTF-8.
+
+    >>> digest({})
+    '44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a'
+    """
+    return hashlib.sha256(canonical_json(document).encode("utf-8")).hexdigest()
+
+
+def same_json(left: object, right: object) -> bool:
+    """Compare as JSON does: types first, so that `true` is never `1`, then deeply; nothing is ever hashed.
+
+    `left` must be JSON; `right` may be any Python value.
+    """
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, list) and isinstance(right, list):
+        return len(left) == len(right) and all(map(same_json, left, right))
+    if isinstance(left, dict) and isinstance(right, dict):
+        return len(left) == len(right) and all(name in right and same_json(left[name], right[name]) for name in left)
+    return left == right
+
+
+# =====================================================================================================
+# 3. Contracts: a small JSON Schema checker
+# =====================================================================================================
+# A contract is data: a JSON Schema 2020-12 document limited to the keywords below. One predicate per keyword,
+# one table by the type it applies to, one walker that adds the path. The same walker judges fixtures, tool
+# inputs and outputs, provider envelopes, and the contracts themselves.
+
+
+class Problem(NamedTuple):
+    """One broken rule: a JSON Pointer (RFC 6901), the rule's name, and a message made from the contract alone."""
+
+    path: str
+    rule: str
+    message: str
+
+
+class ContractError(ValueError):
+    """A contract or a tool that must not be registered."""
+
+
+_TYPES: Final[dict[str, type]] = {
+    "null": type(None), "boolean": bool, "integer": int, "string": str, "array": list, "object": dict,
+}
+_FORMATS: Final[dict[str, Callable[[str], bool]]] = {"identifier": is_identifier, "utc-second": is_utc_second}
+
+Predicate = Callable[[Any, Any], bool]      # (what the keyword says, the value) -> does it hold?
+
+_ANY: Final[tuple[tuple[str, Predicate], ...]] = (
+    ("const", same_json),
+    ("enum", lambda options, value: any(same_json(option, value) for option in options)),
+)
+# In order of evaluation: lengths first, so that no pattern is ever tried on a text that is too long.
+_CHECKS: Final[dict[type, tuple[tuple[str, Predicate], ...]]] = {
+    str: (
+        ("minLength", lambda limit, text: len(text) >= limit),  # lengths count code points
+        ("maxLength", lambda limit, text: len(text) <= limit),
+        *_ANY,
+        # `fullmatch` closes the hole of `$`, which also matches before a trailing line break.
+        ("pattern", lambda pattern, text: re.fullmatch(pattern, text, re.ASCII) is not None),
+        ("format", lambda name, text: _FORMATS[name](text)),
+    ),
+    int: (
+        *_ANY,
+        ("minimum", lambda limit, number: number >= limit),
+        ("maximum", lambda limit, number: number <= limit),
+    ),
+    list: (
+        ("minItems", lambda limit, items: len(items) >= limit),
+        ("maxItems", lambda limit, items: len(items) <= limit),
+        *_ANY,
+    ),
+}
+_LENGTHS: Final = frozenset({"minLength", "maxLength", "minItems", "maxItems"})
+
+
+def validate(schema: Mapping[str, Any], value: object) -> list[Problem]:
+    """Check any Python value against a contract (JSON Schema 2020-12, the keywords above); never raises.
+
+    A node whose type or length is wrong is looked at no further. A missing field is reported at its own
+    path, an undeclared one at its parent's, so that no name of the value's own is ever repeated.
+
+    >>> [(p.path, p.rule) for p in validate({"type": "string", "maxLength": 3}, "four")]
+    [('', 'maxLength')]
+    """
+    found: list[Problem] = []
+    _walk(schema, value, "", found)
+    return found
+
+
+def _walk(schema: Mapping[str, Any], value: Any, path: str, found: list[Problem]) -> None:
+    if not _has_type(schema.get("type"), value):
+        found.append(_problem(path, "type", schema.get("type", "object")))
+        return
+    for keyword, holds in _CHECKS.get(type(value), _ANY):
+        if keyword in schema and not holds(schema[keyword], value):
+            found.append(_problem(path, keyword, schema[keyword]))
+            if keyword in _LENGTHS:
+                return
+    if type(value) is dict:
+        _walk_object(schema, value, path, found)
+    elif type(value) is list and "items" in schema:
+        for index, item in enumerate(value):
+            _walk(schema["items"], item, f"{path}/{index}", found)
+
+
+def _has_type(names: str | list[str] | None, value: object) -> bool:
+    """Tell whether one of the named types is the value's exact type: `true` is no integer, a tuple no array."""
+    if type(value) is dict and not all(type(name) is str for name in value):
+        return False  # no JSON object, and looking a field up would run a stranger's code
+    if type(names) is str:
+        return type(value) is _TYPES[names]
+    return names is None or any(type(value) is _TYPES[name] for name in names)
+
+
+def _walk_object(schema: Mapping[str, Any], value: JsonObject, path: str, found: list[Problem]) -> None:
+    declared = schema.get("properties", {})
+    for name in schema.get("required", ()):
+        if name not in value:
+            found.append(_problem(_pointer(path, name), "required", True))
+    if schema.get("additionalProperties") is False and not value.keys() <= declared.keys():
+        found.append(_problem(path, "additionalProperties", False))
+    for name, inner in declared.items():
+        if name in value:
+            _walk(inner, value[name], _pointer(path, name), found)
+
+
+def _problem(path: str, rule: str, limit: object) -> Problem:
+    return Problem(path, rule, f"must satisfy {rule} {canonical_json(limit)}")
+
+
+def _pointer(path: str, name: str) -> str:
+    """Append one reference token to a JSON Pointer (RFC 6901, section 3)."""
+    return f"{path}/{name.replace('~', '~0').replace('/', '~1')}"
+
+
+def closed_object(**properties: JsonObject) -> JsonObject:
+    """Write the contract of an object that has exactly these fields."""
+    return {
+        "type": "object", "properties": properties, "required": [*properties], "additionalProperties": False,
+    }
+
+
+IDENTIFIER: Final[JsonObject] = {"type": "string", "format": "identifier"}
+OPTIONAL_IDENTIFIER: Final[JsonObject] = {"type": ["string", "null"], "format": "identifier"}
+UTC_SECOND: Final[JsonObject] = {"type": "string", "format": "utc-second"}
+_COUNT: Final[JsonObject] = {"type": "integer", "minimum": 0}
+_PROSE: Final[JsonObject] = {"type": "string", "maxLength": 1024}
+
+# The contract of a contract: the checker checks its own documents first. An unknown keyword is refused as an
+# undeclared field, for a misspelt bound is a hole. A pattern holds no alternation, because `^a|b$` is open on
+# two sides; write a literal bar as \x7c.
+_KEYWORDS: Final[JsonObject] = {
+    "title": _PROSE,
+    "description": _PROSE,
+    "type": {"type": ["string", "array"], "minLength": 1, "minItems": 1, "items": {"enum": [*_TYPES]}},
+    "const": {},
+    "enum": {"type": "array", "minItems": 1},
+    "minLength": _COUNT,
+    "maxLength": _COUNT,
+    "pattern": {"type": "string", "pattern": r"^\^[^|]*\$$"},
+    "format": {"enum": [*_FORMATS]},
+    "minimum": {"type": "integer"},
+    "maximum": {"type": "integer"},
+    "minItems": _COUNT,
+    "maxItems": _COUNT,
+    "items": {"type": "object"},
+    "properties": {"type": "object"},
+    "required": {"type": "array", "items": {"type": "string"}},
+    "additionalProperties": {"const": False},
+}
+_SCHEMA_CONTRACT: Final[JsonObject] = {"type": "object", "properties": _KEYWORDS, "additionalProperties": False}
+_KEYWORDS_OF_TYPE: Final[dict[str, set[str]]] = {
+    name: {keyword for keyword, _ in _CHECKS.get(kind, ())} for name, kind in _TYPES.items()
+}
+_KEYWORDS_OF_TYPE["array"].add("items")
+_KEYWORDS_OF_TYPE["object"] |= {"properties", "required", "additionalProperties"}
+_KEYWORDS_OF_ALL: Final = frozenset({"title", "description", "type", "const", "enum"})
+
+# Names that a contract may not declare, found anywhere in a normalized name: what only the host may say
+# (invariant 3) in an input, what would leak or pose as control data (invariant 8) in an output.
+_CONTROL_NAMES: Final = "callid|operationid|idempotencykey|statusref|sha256"
+_FORBIDDEN_NAMES: Final = {
+    "input": re.compile("tenant|subject|principal|approval|approver|" + _CONTROL_NAMES),
+    "output": re.compile("authorization|apikey|token|secret|passw|cookie|credential|privatekey|" + _CONTROL_NAMES),
+}
+_NOT_ALPHANUMERIC = re.compile(r"[^a-z0-9]+")
+
+
+def is_forbidden_name(name: str, role: str) -> bool:
+    """Tell whether a field may not bear this name in an `input` or `output`; look-alikes of a name count.
+
+    >>> is_forbidden_name("X-API-Key", "output"), is_forbidden_name("order_ref", "output")
+    (True, False)
+    """
+    plain = _NOT_ALPHANUMERIC.sub("", unicodedata.normalize("NFKC", name).casefold())
+    return role in _FORBIDDEN_NAMES and _FORBIDDEN_NAMES[role].search(plain) is not None
+
+
+def require_schema(schema: object, *, role: Literal["data", "input", "output"] = "data") -> None:
+    """Raise `ContractError` unless every keyword is enforced and every node is bounded and closed.
+
+    An `input` may hold nothing open and no name that only the host may say; an `output` may hold an open
+    object (its names are scanned in each result) but declare no sensitive name.
+    """
+    for path, complaint in _complaints(schema, "", role):
+        raise ContractError(f"contract at {path or '/'}: {complaint}")
+
+
+def _complaints(schema: Any, path: str, role: str) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong with one node and all below it; a node that is misshapen is looked at no further."""
+    problems = validate(_SCHEMA_CONTRACT, schema)
+    if problems:
+        yield from ((path + problem.path, problem.message) for problem in problems)
+        return
+    names = [schema["type"]] if isinstance(schema.get("type"), str) else schema.get("type", [])
+    if not set(names) <= _TYPES.keys() or not schema.keys() & {"type", "const", "enum"}:
+        yield path, "must name known types, a constant or an enumeration"
+        return
+    if not schema.keys() <= _KEYWORDS_OF_ALL.union(*(_KEYWORDS_OF_TYPE[name] for name in names)):
+        yield path, "has a keyword that is not enforced for its type"
+    if "string" in names and not schema.keys() & {"maxLength", "enum", "const", "format"}:
+        yield path, "needs maxLength, enum, const or format"
+    if "pattern" in schema and not _compiles(schema["pattern"]):
+        yield path, "has a pattern that is no regular expression"
+    if "array" in names:
+        yield from _array_complaints(schema, path, role)
+    if "object" in names:
+        yield from _object_complaints(schema, path, role)
+
+
+def _compiles(pattern: str) -> bool:
+    try:
+        return bool(re.compile(pattern, re.ASCII))
+    except re.error:
+        return False
+
+
+def _array_complaints(schema: JsonObject, path: str, role: str) -> Iterator[tuple[str, str]]:
+    if "maxItems" not in schema:
+        yield path, "needs maxItems"
+    if "items" in schema:
+        yield from _complaints(schema["items"], path + "/items", role)
+    elif role == "input":
+        yield path, "must say what its items are"
+
+
+def _object_complaints(schema: JsonObject, path: str, role: str) -> Iterator[tuple[str, str]]:
+    if "properties" not in schema:
+        if role == "input" or schema.keys() & {"required", "additionalProperties"}:
+            yield path, "must list its properties"
+        return
+    names = schema["properties"]
+    if "additionalProperties" not in schema or sorted(schema.get("required", [])) != sorted(names):
+        yield path, "must be closed and require each of its properties"
+    for name, inner in names.items():
+        where = _pointer(path + "/properties", name)
+        if is_forbidden_name(name, role):
+            yield where, "bears a name that is not this contract's to declare"
+        yield from _complaints(inner, where, role)
+
+
+# =====================================================================================================
+# 4. The error catalog
+# =====================================================================================================
+# Every error that a model can see is one row. Nothing of it is free text, so all of it is recomputed when a
+# result is validated.
+
+
+@dataclass(frozen=True)
+class ErrorPolicy:
+    """One row: how an ending is classified and what may be done about it.
+
+    `outcome` speaks of effects: `not_started` says that this call began none, and nothing of earlier calls.
+    `retry_after_ms` is in milliseconds.
+    """
+
+    code: str
+    category: str
+    outcome: str
+    recovery: str
+    retry_after_ms: int | None
+    safe_message: str
+
+    @property
+    def status(self) -> str:
+        return {"committed": "succeeded", "unknown": "unknown"}.get(self.outcome, "failed")
+
+
+SUCCESS: Final = ErrorPolicy("OK", "success", "committed", "none", None, "The call succeeded.")
+ERROR_CATALOG: Final[Mapping[str, ErrorPolicy]] = MappingProxyType({row[0]: ErrorPolicy(*row) for row in (
+    ("UNKNOWN_TOOL", "contract", "not_started", "correct_input", None,
+     "No tool of this name is available."),
+    ("INVALID_ARGUMENTS", "contract", "not_started", "correct_input", None,
+     "The arguments do not satisfy the tool's input contract."),
+    ("CALL_ID_CONFLICT", "conflict", "not_started", "human_review", None,
+     "This call was already bound to another request; an earlier result of this call stands."),
+    ("NOT_FOUND", "authorization", "not_started", "none", None,
+     "Nothing is available under this reference."),
+    ("IDEMPOTENCY_KEY_REQUIRED", "contract", "not_started", "human_review", None,
+     "The host supplied no idempotency key for this write."),
+    ("IDEMPOTENCY_CONFLICT", "conflict", "not_started", "human_review", None,
+     "The idempotency key already belongs to another request."),
+    ("BUSINESS_RULE_VIOLATION", "business", "not_started", "human_review", None,
+     "The current business state does not permit this action."),
+    ("APPROVAL_REQUIRED", "approval", "not_started", "request_approval", None,
+     "This write needs a human approval."),
+    ("APPROVAL_INVALID", "approval", "not_started", "request_approval", None,
+     "The approval does not cover this exact call."),
+    ("TIMEOUT_BEFORE_EXECUTE", "execution", "not_started", "retry_after", 1000,
+     "The deadline passed before the action began; it may be tried again later."),
+    ("RATE_LIMIT", "dependency", "not_started", "retry_after", 1000,
+     "The service is limiting requests; the call may be tried again later."),
+    ("TOOL_ERROR", "execution", "not_started", "human_review", None,
+     "The tool could not carry out the call."),
+    ("OUTCOME_UNKNOWN", "execution", "unknown", "query_status", None,
+     "Whether the action took effect is not known; its status must be queried."),
+    ("OUTPUT_CONTRACT_VIOLATION", "execution", "unknown", "human_review", None,
+     "The tool's answer did not satisfy its output contract."),
+    ("STATUS_CONFLICT", "conflict", "unknown", "human_review", None,
+     "The status evidence does not belong to this operation."),
+)})
+
+
+def policy_of(code: str) -> ErrorPolicy:
+    """Return the row of a catalog code, or that of `OK`."""
+    return SUCCESS if code == "OK" else ERROR_CATALOG[code]
+
+
+class Refused(Exception):
+    """A gate's answer: a catalog code, and the status reference that an unknown outcome is queried with."""
+
+    def __init__(self, code: str, status_ref: str | None = None) -> None:
+        super().__init__(code)
+        self.code = ERROR_CATALOG[code].code
+        self.status_ref = status_ref
+        self.foreign = False  # set where somebody other than a gate raised it
+
+
+# =====================================================================================================
+# 5. Who asks and what was proposed
+# =====================================================================================================
+# The host's values check themselves when they are made: one that exists is well formed (invariant 3).
+
+
+class HostContextError(ValueError):
+    """Something that only the host can have caused; raised before any state changes."""
+
+
+def _require_host(holds: bool, what: str) -> None:
+    if not holds:
+        raise HostContextError(f"{what} is malformed")
+
+
+@dataclass(frozen=True)
+class Principal:
+    """Who asks: tenant and subject are identifiers, roles a sorted tuple of at most 32 different ones."""
+
+    tenant_id: str
+    subject_id: str
+    roles: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        _require_host(is_identifier(self.tenant_id) and is_identifier(self.subject_id), "principal")
+        _require_host(type(self.roles) is tuple and len(self.roles) <= MAX_ROLES, "roles")
+        _require_host(all(map(is_identifier, self.roles)) and sorted({*self.roles}) == [*self.roles], "roles")
+
+    @functools.cached_property
+    def ref(self) -> str:
+        """The digest that stands for this principal in an audit: short, but no pseudonym."""
+        return "sha256:" + digest(
+            {"kind": "principal", "tenant_id": self.tenant_id, "subject_id": self.subject_id}
+        )
+
+
+@dataclass(frozen=True)
+class ModelProposal:
+    """What a model said. Both fields may be anything at all; `bind_tool_call` judges them."""
+
+    name: object
+    arguments: object
+
+
+@dataclass(frozen=True)
+class ProviderProfile:
+    """Which provider and wire format a call came by; the registered ones are `PROFILES`."""
+
+    provider: str
+    api_family: str
+    adapter_revision: str
+
+
+PROFILES: Final[Mapping[str, ProviderProfile]] = MappingProxyType({profile.provider: profile for profile in (
+    ProviderProfile("openai", "responses", "openai-responses-v1"),
+    ProviderProfile("anthropic", "messages", "anthropic-messages-v1"),
+    ProviderProfile("google", "interactions", "gemini-interactions-v1"),
+)})
+
+
+@dataclass(frozen=True)
+class ExecutionContext:
+    """What the host says about one call.
+
+    `response_id` and `call_id` correlate it with the provider. `operation_id` and `idempotency_key` name the
+    business operation: a key survives retries and is never made from a call id (the IETF Idempotency-Key
+    draft, section 2). Raises `HostContextError`.
+    """
+
+    profile: ProviderProfile
+    response_id: str
+    call_id: str
+    operation_id: str
+    idempotency_key: str | None
+
+    def __post_init__(self) -> None:
+        profile = self.profile
+        registered = type(profile) is ProviderProfile and is_identifier(profile.provider)
+        _require_host(registered and PROFILES.get(profile.provider) == profile, "profile")
+        _require_host(all(map(is_identifier, (self.response_id, self.call_id, self.operation_id))), "context")
+        _require_host(self.idempotency_key is None or is_identifier(self.idempotency_key), "idempotency key")
+
+
+@dataclass(frozen=True)
+class Malformed:
+    """Arguments that could not be read: one word why, and the SHA-256 of what was given."""
+
+    reason: str
+    sha256: str
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A proposal fixed for good under a context; made by `bind_tool_call` and by nothing else.
+
+    `arguments` is canonical JSON text. Whoever needs a value decodes a copy of their own, so what was
+    validated, authorized, approved and executed is one text.
+    """
+
+    name: str
+    arguments: str | Malformed
+    context: ExecutionContext
+
+
+def malformed(reason: str, given: object = None) -> Malformed:
+    """Describe unreadable arguments by the digest of the provider's text, or of the reason where there is none.
+
+    A text counts up to `MAX_BUDGET` characters: hashing must not cost more than reading would have.
+    """
+    text = given[:MAX_BUDGET] if type(given) is str else canonical_json(reason)
+    return Malformed(reason, hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest())
+
+
+def bind_tool_call(proposal: ModelProposal, context: ExecutionContext) -> ToolCall:
+    """Fix a proposal under the host's context (OWASP LLM01: model output is input, and untrusted).
+
+    Whatever the proposal holds, the answer is a `ToolCall`: unreadable arguments become `Malformed`, a name
+    that is no identifier becomes the literal `(malformed)`. Raises `HostContextError` for anything but a
+    `ModelProposal` and an `ExecutionContext`.
+    """
+    _require_host(type(proposal) is ModelProposal, "proposal")
+    _require_host(type(context) is ExecutionContext, "context")
+    name = proposal.name if isinstance(proposal.name, str) and is_identifier(proposal.name) else MALFORMED_NAME
+    return ToolCall(name, _fixed_arguments(proposal.arguments), context)
+
+
+def _fixed_arguments(arguments: object) -> str | Malformed:
+    if type(arguments) is Malformed:
+        return arguments  # an inbound adapter could not read them
+    try:
+        text = canonical_json(plain_json(arguments))
+    except JsonError as error:
+        return malformed(error.reason)
+    return text if len(text.encode("utf-8")) <= MAX_ARGUMENT_BYTES else malformed("size", text)
+
+
+# =====================================================================================================
+# 6. Tools
+# =====================================================================================================
+# What a tool's author writes. The author is trusted to be honest, not to be right: every answer is judged,
+# every exception is caught at the call that raised it, and no text of either reaches a package.
+
+
+@dataclass(frozen=True)
+class Revisions:
+    """The labels under which an author publishes each part of a tool: promises, where the digest is evidence."""
+
+    input_schema: str
+    output_schema: str
+    effect: str
+    handler: str
+    producer: str
+    policy: str
+
+
+@dataclass(frozen=True)
+class Resource:
+    """What a principal may reach: its current revision, and whether its business state permits the action."""
+
+    revision: str
+    permits: bool
+
+
+@dataclass(frozen=True)
+class Command:
+    """The one immutable order that a handler gets. `now` and `deadline` are seconds since the epoch.
+
+    `arguments` is a copy of the handler's own. `expected_revision` is the resource revision that was
+    authorized: a downstream that compares it as it writes closes the gap between check and use.
+    """
+
+    principal: Principal
+    tool: str
+    arguments: JsonObject
+    operation_id: str
+    idempotency_key: str | None
+    request_sha256: str
+    status_ref: str | None
+    expected_revision: str
+    now: int
+    deadline: int | None
+
+
+@dataclass(frozen=True)
+class HandlerResult:
+    """What a handler answers; judged by `validate_output`. A write carries a receipt id, a read `None`."""
+
+    data: Any
+    producer_revision: str
+    resource_revision: str
+    observed_at: str
+    request_id: str
+    receipt_id: str | None
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """What a downstream remembers of an effect: which operation, which request, which effect, what result."""
+
+    status_ref: str
+    request_sha256: str
+    effect_revision: str
+    result: HandlerResult
+
+
+class NotStarted(Exception):
+    """An author's proof that no effect began or will begin. Exactly this type counts, no subclass."""
+
+    CODES: Final = ("RATE_LIMIT", "TIMEOUT_BEFORE_EXECUTE", "BUSINESS_RULE_VIOLATION", "TOOL_ERROR")
+
+    def __init__(self, code: str) -> None:
+        if code not in self.CODES:
+            raise ValueError("this code is no proof that nothing began")
+        super().__init__(code)
+        self.code = code
+
+
+def _attempt(function: Callable[..., Any], *arguments: object) -> tuple[Any, Exception | None]:
+    """Run an author's callable and nothing else inside the `try`; return its answer or its exception."""
+    try:
+        return function(*arguments), None
+    except Exception as error:
+        return None, error
+
+
+def _proven_code(error: Exception | None) -> str | None:
+    """Return the code of a genuine `NotStarted`; any other exception, `Refused` included, proves nothing."""
+    code = error.code if type(error) is NotStarted else None
+    return code if type(code) is str and code in NotStarted.CODES else None
+
+
+@dataclass(frozen=True)
+class ToolSpec:
+    """One tool: its contracts, its limits and its author's callables. Judged when a `Registry` takes it.
+
+    `echoes` maps an output field to the input argument it must equal. `max_output_bytes` bounds the data's
+    canonical UTF-8, `max_output_depth` its nesting (a scalar is 0). `find_resource` answers `None` for what
+    is absent and for what is forbidden alike (invariant 4). `rules` says what a schema cannot.
+    """
+
+    name: str
+    description: str
+    risk: Literal["read", "write"]
+    input_schema: JsonObject
+    output_schema: JsonObject
+    echoes: Mapping[str, str]
+    max_output_bytes: int
+    max_output_depth: int
+    producer_label: str
+    revisions: Revisions
+    find_resource: Callable[[Principal, JsonObject], Resource | None]
+    handler: Callable[[Command], HandlerResult]
+    find_receipt: Callable[[Command], Receipt | None] | None = None
+    rules: Callable[[JsonObject], list[Problem]] | None = None
+
+    @property
+    def writes(self) -> bool:
+        return self.risk == "write"
+
+    @functools.cached_property
+    def contract(self) -> JsonObject:
+        """The tool contract as an audit shows it. The digest changes with the schemas, whatever the labels say."""
+        contract_sha256 = digest({
+            "kind": "tool-contract", "name": self.name, "risk": self.risk, "echoes": dict(self.echoes),
+            "input_schema": self.input_schema, "output_schema": self.output_schema,
+            "max_output_bytes": self.max_output_bytes, "max_output_depth": self.max_output_depth,
+        })
+        return {"name": self.name, **vars(self.revisions), "contract_sha256": contract_sha256}
+
+    @functools.cached_property
+    def result_contract(self) -> JsonObject:
+        """The contract of a whole `HandlerResult` of this tool."""
+        return closed_object(
+            data=self.output_schema,
+            producer_revision={"const": self.revisions.producer},
+            resource_revision=IDENTIFIER,
+            observed_at=UTC_SECOND,
+            request_id=IDENTIFIER,
+            receipt_id=IDENTIFIER if self.writes else {"type": "null"},
+        )
+
+
+_REVISION_NAMES: Final = tuple(Revisions.__dataclass_fields__)
+_UNREGISTERED_CONTRACT: Final = dict.fromkeys(("name", *_REVISION_NAMES, "contract_sha256"), UNREGISTERED)
+_RESOURCE_CONTRACT: Final = closed_object(revision=IDENTIFIER, permits={"type": "boolean"})
+_SPEC_CONTRACT: Final = closed_object(
+    name={"type": "string", "maxLength": 64, "pattern": r"^[a-z][a-z0-9_]*$"},
+    description={"type": "string", "minLength": 1, "maxLength": 1024},
+    risk={"enum": ["read", "write"]},
+    max_output_bytes={"type": "integer", "minimum": 1, "maximum": MAX_OUTPUT_BYTES},
+    max_output_depth={"type": "integer", "minimum": 0, "maximum": MAX_OUTPUT_LEVELS},
+    producer_label=IDENTIFIER,
+    revisions=closed_object(**dict.fromkeys(_REVISION_NAMES, IDENTIFIER)),
+)
+
+
+class Registry:
+    """The exact allow-list of tools (invariant 1): immutable, with a copy of every schema.
+
+    Raises `ContractError` for a tool that is misdescribed, unbounded or named twice.
+    """
+
+    def __init__(self, specs: Iterable[ToolSpec]) -> None:
+        tools: dict[str, ToolSpec] = {}
+        for spec in map(_registered, specs):
+            if spec.name in tools:
+                raise ContractError("two tools bear one name")
+            tools[spec.name] = spec
+        self._tools: Final = MappingProxyType(tools)
+
+    def __iter__(self) -> Iterator[ToolSpec]:
+        return iter(self._tools.values())
+
+    def find(self, name: str) -> ToolSpec | None:
+        """Return the tool of exactly this name; nothing is imported, evaluated or guessed."""
+        return self._tools.get(name)
+
+
+def _registered(spec: ToolSpec) -> ToolSpec:
+    """Return the registry's own copy of a sound tool."""
+    if type(spec) is not ToolSpec or type(spec.revisions) is not Revisions:
+        raise ContractError("a registry takes ToolSpec with Revisions")
+    described = {name: getattr(spec, name) for name in _SPEC_CONTRACT["properties"]}
+    for problem in validate(_SPEC_CONTRACT, {**described, "revisions": vars(spec.revisions)}):
+        raise ContractError(f"tool at {problem.path}: {problem.message}")
+    if not isinstance(spec.echoes, Mapping):
+        raise ContractError(f"tool {spec.name}: echoes map output fields to arguments")
+    try:
+        schemas = plain_json({"input_schema": spec.input_schema, "output_schema": spec.output_schema})
+        echoes = plain_json(dict(spec.echoes))
+    except JsonError as error:
+        raise ContractError(f"tool {spec.name}: {error}") from None
+    copy = replace(spec, **schemas, echoes=MappingProxyType(echoes))
+    _require_schemas(copy)
+    _require_callables(copy)
+    return copy
+
+
+def _require_schemas(spec: ToolSpec) -> None:
+    require_schema(spec.input_schema, role="input")
+    require_schema(spec.output_schema, role="output")
+    if [spec.input_schema.get("type"), spec.output_schema.get("type")] != ["object", "object"]:
+        raise ContractError(f"tool {spec.name}: arguments and data are objects")
+    arguments, data = spec.input_schema["properties"], spec.output_schema.get("properties", {})
+    for output_name, input_name in spec.echoes.items():
+        if type(input_name) is not str or input_name not in arguments or output_name not in data:
+            raise ContractError(f"tool {spec.name}: an echo names a field that is not declared")
+
+
+def _require_callables(spec: ToolSpec) -> None:
+    if not callable(spec.find_resource) or not callable(spec.handler):
+        raise ContractError(f"tool {spec.name}: find_resource and handler must be callable")
+    if not (spec.rules is None or callable(spec.rules)):
+        raise ContractError(f"tool {spec.name}: rules must be callable")
+    if callable(spec.find_receipt) != spec.writes or (spec.find_receipt is not None) != spec.writes:
+        raise ContractError(f"tool {spec.name}: a write needs find_receipt, a read has none")
+
+
+# =====================================================================================================
+# 7. One invocation and its digests
+# =====================================================================================================
+# Each digest document but the result's names its `kind`, so that no two can be confused.
+
+
+@dataclass(frozen=True)
+class Invocation:
+    """The trusted context of one call: who asks, what was proposed, which contract answers.
+
+    `spec` is `None` for an unregistered name. `Dispatcher.resolve` makes it. What it derives is computed
+    once: the properties are cached.
+    """
+
+    principal: Principal
+    call: ToolCall
+    spec: ToolSpec | None
+
+    def __post_init__(self) -> None:
+        _require_host(type(self.principal) is Principal and type(self.call) is ToolCall, "principal or call")
+        fits = self.spec is None or type(self.spec) is ToolSpec and self.spec.name == self.call.name
+        _require_host(fits, "tool")
+
+    @property
+    def tool(self) -> ToolSpec:
+        """The registered tool; `Refused` with UNKNOWN_TOOL where there is none (invariant 1)."""
+        if self.spec is None:
+            raise Refused("UNKNOWN_TOOL")
+        return self.spec
+
+    @property
+    def contract(self) -> JsonObject:
+        return self.spec.contract if self.spec else _UNREGISTERED_CONTRACT
+
+    def arguments(self) -> Any:
+        """Return a fresh copy of the arguments; only of a call that is not malformed."""
+        return json.loads(str(self.call.arguments))
+
+    @functools.cached_property
+    def input_verdict(self) -> tuple[str, tuple[Problem, ...]]:
+        """The code with which the contract and the tool's own rules answer these arguments, and why."""
+        if self.spec is None:
+            return "UNKNOWN_TOOL", ()
+        if isinstance(self.call.arguments, Malformed):
+            return "INVALID_ARGUMENTS", (Problem("", self.call.arguments.reason, "could not be read"),)
+        problems = validate(self.spec.input_schema, self.arguments())
+        if problems or self.spec.rules is None:
+            return "INVALID_ARGUMENTS" if problems else "OK", tuple(problems)
+        answer, error = _attempt(self.spec.rules, self.arguments())
+        if error or not _are_declared_problems(answer, self.spec.input_schema):
+            return _proven_code(error) or "TOOL_ERROR", ()
+        return "INVALID_ARGUMENTS" if answer else "OK", tuple(answer)
+
+    @property
+    def violations(self) -> list[JsonObject]:
+        """What a model may know about its bad arguments: declared paths and rule names, never its own text."""
+        problems = self.input_verdict[1][:MAX_VIOLATIONS]
+        return [{"path": problem.path, "rule": problem.rule} for problem in problems]
+
+    @functools.cached_property
+    def request_sha256(self) -> str:
+        """Bind the business intent: who wants which tool to do what. The key only names it, so it is not here."""
+        arguments, contract = self.call.arguments, self.contract
+        return digest({
+            "kind": "request",
+            "tenant_id": self.principal.tenant_id,
+            "subject_id": self.principal.subject_id,
+            "tool": self.call.name,
+            "arguments": vars(arguments) if isinstance(arguments, Malformed) else arguments,
+            "input_schema": contract["input_schema"],
+            "output_schema": contract["output_schema"],
+            "effect": contract["effect"],
+        })
+
+    @property
+    def identity_sha256(self) -> str:
+        """The provider's call identity: the same ids under another principal are another call."""
+        context, profile = self.call.context, self.call.context.profile
+        return digest({
+            "kind": "call-identity",
+            "tenant_id": self.principal.tenant_id,
+            "subject_id": self.principal.subject_id,
+            "profile": vars(profile),
+            "response_id": context.response_id,
+            "call_id": context.call_id,
+        })
+
+    def fingerprint_sha256(self, purpose: Purpose) -> str:
+        """What one call identity stands for, for good: one request, one operation, one key, one purpose."""
+        return digest({
+            "kind": "call-fingerprint",
+            "operation_id": self.call.context.operation_id,
+            "idempotency_key": self.call.context.idempotency_key,
+            "purpose": purpose,
+            "request_sha256": self.request_sha256,
+        })
+
+    @property
+    def scope(self) -> tuple[str, str, str, str | None]:
+        """The room in which at most one effect happens (invariant 6)."""
+        return self.principal.tenant_id, self.principal.subject_id, self.call.name, self.call.context.idempotency_key
+
+    @property
+    def matter(self) -> tuple[str, str, str, str]:
+        """The same wish under any key or revision: an unresolved outcome blocks all of it."""
+        return self.principal.tenant_id, self.principal.subject_id, self.call.name, str(self.call.arguments)
+
+    @property
+    def intent(self) -> tuple[str, ...]:
+        """What a replay must share with the call that took effect."""
+        contract = self.contract
+        return (
+            self.request_sha256, *vars(self.call.context.profile).values(), contract["output_schema"],
+            contract["effect"], contract["handler"], contract["producer"], contract["contract_sha256"],
+        )
+
+    @functools.cached_property
+    def idempotency_ref(self) -> str | None:
+        """The digest that stands for the idempotency scope in an audit; `None` without a key."""
+        tenant_id, subject_id, tool, key = self.scope
+        if key is None:
+            return None
+        return "sha256:" + digest({
+            "kind": "idempotency-scope",
+            "tenant_id": tenant_id, "subject_id": subject_id, "tool": tool, "idempotency_key": key,
+        })
+
+    @functools.cached_property
+    def status_ref(self) -> str | None:
+        """Where a write's outcome is found again: a locator, not a secret. `None` for all but a write with a key."""
+        if self.idempotency_ref is None or self.spec is None or not self.spec.writes:
+            return None
+        return "status_" + digest({
+            "kind": "status-reference",
+            "idempotency_ref": self.idempotency_ref,
+            "request_sha256": self.request_sha256,
+        })[:32]
+
+
+_RULE_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
+
+
+def _are_declared_problems(answer: object, schema: JsonObject) -> bool:
+    """Tell whether a tool's rules answered with problems that hold no text of the model's own."""
+    return type(answer) is list and all(
+        type(problem) is Problem
+        and type(problem.rule) is str and _RULE_NAME.fullmatch(problem.rule) is not None
+        and type(problem.path) is str and _is_declared_path(problem.path, schema)
+        for problem in answer
+    )
+
+
+def _is_declared_path(path: str, schema: JsonObject) -> bool:
+    """Tell whether a JSON Pointer leads only through declared fields and array indexes."""
+    if not path:
+        return True
+    for name, inner in schema.get("properties", {}).items():
+        here = _pointer("", name)
+        if (path + "/").startswith(here + "/"):
+            return _is_declared_path(path[len(here):], inner)
+    index = re.match(r"/(0|[1-9][0-9]{0,5})(?=/|$)", path, re.ASCII)
+    return index is not None and "items" in schema and _is_declared_path(path[index.end():], schema["items"])
+
+
+# =====================================================================================================
+# 8. Approvals
+# =====================================================================================================
+
+
+@dataclass(frozen=True)
+class Approval:
+    """A human's consent, signed by the authority. `expires_at` is in seconds since the epoch, half-open."""
+
+    approval_id: str
+    approver_id: str
+    expires_at: int
+    mac: str = field(repr=False)
+
+    def public(self) -> JsonObject:
+        """The part that an audit keeps."""
+        return {
+            "approval_id": self.approval_id, "approver_id": self.approver_id, "expires_at": self.expires_at,
+        }
+
+
+_APPROVAL_FIELDS: Final[JsonObject] = {
+    "approval_id": IDENTIFIER,
+    "approver_id": IDENTIFIER,
+    "expires_at": {"type": "integer", "minimum": 0, "maximum": MAX_INSTANT + MAX_APPROVAL_SECONDS},
+}
+_APPROVAL_CONTRACT: Final = closed_object(
+    **_APPROVAL_FIELDS, mac={"type": "string", "maxLength": 64, "pattern": r"^[0-9a-f]{64}$"},
+)
+
+
+class ApprovalAuthority:
+    """Issues and judges approvals under one secret key of at least 32 bytes (HMAC-SHA-256, RFC 2104).
+
+    Raises `HostContextError` for a short key or for approvers that are not identifiers. One authority and
+    one ledger belong to one downstream.
+    """
+
+    def __init__(self, key: bytes, approvers: Iterable[str]) -> None:
+        _require_host(type(key) is bytes and len(key) >= 32, "approval key")
+        self._key = key
+        self._approvers = {*approvers}
+        self._revoked: set[str] = set()
+        _require_host(all(map(is_identifier, self._approvers)), "approver")
+
+    def issue(
+        self, invocation: Invocation, resource: Resource | None, *,
+        approver_id: str, expires_at: int, approval_id: str,
+    ) -> Approval:
+        """Sign consent to one call in one resource state. It signs what it is given: `verify` alone judges."""
+        unsigned = Approval(approval_id, approver_id, expires_at, mac="")
+        return replace(unsigned, mac=self._mac(unsigned, invocation, resource))
+
+    def revoke(self, approval_id: str) -> None:
+        """Withdraw one approval."""
+        self._revoked.add(approval_id)
+
+    def dismiss(self, approver_id: str) -> None:
+        """Take an approver off the list; approvals already given by them are worth nothing from now on."""
+        self._approvers.discard(approver_id)
+
+    def verify(self, approval: object, invocation: Invocation, resource: object, now: int) -> bool:
+        """Judge one approval at `now` (seconds since the epoch); anything not entirely right is `False`.
+
+        Verifying means recomputing: the mac binds the call, the key, the request, the tool contract and the
+        resource revision that the approver saw (invariant 5).
+        """
+        if type(approval) is not Approval or validate(_APPROVAL_CONTRACT, vars(approval)):
+            return False
+        if not is_resource(resource) or approval.approval_id in self._revoked:
+            return False
+        approver = approval.approver_id
+        if approver not in self._approvers or approver == invocation.principal.subject_id:
+            return False
+        if not now < approval.expires_at <= now + MAX_APPROVAL_SECONDS:
+            return False
+        return hmac.compare_digest(approval.mac, self._mac(approval, invocation, resource))
+
+    def _mac(self, approval: Approval, invocation: Invocation, resource: object) -> str:
+        context = invocation.call.context
+        document = {
+            "kind": "approval",
+            "profile": vars(context.profile),
+            "response_id": context.response_id,
+            "call_id": context.call_id,
+            "operation_id": context.operation_id,
+            "idempotency_key": context.idempotency_key,
+            "request_sha256": invocation.request_sha256,
+            "tool_contract": invocation.contract,
+            "resource_revision": resource.revision if isinstance(resource, Resource) else None,
+            "approval": approval.public(),
+        }
+        return hmac.digest(self._key, canonical_json(document).encode("utf-8"), "sha256").hex()
+
+
+def is_resource(answer: object) -> bool:
+    """Tell whether an author's answer grants access: exactly a `Resource`, whole and well typed."""
+    return type(answer) is Resource and not validate(_RESOURCE_CONTRACT, vars(answer))
+
+
+# =====================================================================================================
+# 9. Results: the two projections, built and rebuilt
+# =====================================================================================================
+# One function builds every package from an invocation and the few facts that it cannot supply. Validation
+# takes those facts out of a package, vets them, builds again and compares: the rebuilt package is the schema.
+
+
+class ResultContractError(ValueError):
+    """A package that must not be sent on. `problems` says where it is wrong."""
+
+    def __init__(self, problems: list[Problem]) -> None:
+        super().__init__("; ".join(f"{problem.path or '/'} {problem.rule}" for problem in problems))
+        self.problems = problems
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a downstream answered, after it passed its contract. Immutable: the data is canonical text."""
+
+    data_json: str
+    resource_revision: str
+    observed_at: str
+    request_id: str
+    receipt_id: str | None
+
+
+@dataclass(frozen=True)
+class Ending:
+    """All that a package tells beyond its invocation. `code` is `OK` (then there is evidence) or a catalog code.
+
+    `status_ref` counts only for OUTCOME_UNKNOWN, whose unresolved operation another key may own.
+    """
+
+    code: str
+    recorded_at: str
+    delivery: str = "fresh"
+    evidence: Evidence | None = None
+    approval: JsonObject | None = None
+    status_ref: str | None = None
+
+
+def build_package(invocation: Invocation, ending: Ending) -> Package:
+    """Build the one package that this invocation with this ending has (invariants 9 and 10)."""
+    model_result = _model_result(invocation, ending)
+    return {
+        "model_result": model_result,
+        "protected_audit": _protected_audit(invocation, ending, digest(model_result)),
+    }
+
+
+def _model_result(invocation: Invocation, ending: Ending) -> JsonObject:
+    policy = policy_of(ending.code)
+    evidence = ending.evidence
+    return {
+        "schema_version": MODEL_RESULT_VERSION,
+        "status": policy.status,
+        "data": json.loads(evidence.data_json) if evidence else None,
+        "error": None if policy is SUCCESS else _model_error(policy, invocation),
+        "execution": {
+            "outcome": policy.outcome, "delivery": ending.delivery, "complete": True, "truncated": False,
+        },
+        "provenance": _provenance(invocation, evidence, ending.recorded_at),
+    }
+
+
+def _model_error(policy: ErrorPolicy, invocation: Invocation) -> JsonObject:
+    return {
+        "code": policy.code,
+        "category": policy.category,
+        "safe_message": policy.safe_message,
+        "recovery": policy.recovery,
+        "retry_after_ms": policy.retry_after_ms,
+        "violations": invocation.violations if policy.code == "INVALID_ARGUMENTS" else [],
+    }
+
+
+def _provenance(invocation: Invocation, evidence: Evidence | None, recorded_at: str) -> JsonObject:
+    """Say whose words these are: a producer's, to be distrusted as data, or the dispatcher's own."""
+    if evidence is None:
+        return {
+            "source_label": DISPATCHER_LABEL, "producer_revision": DISPATCHER_REVISION,
+            "resource_revision": None, "observed_at": recorded_at, "trust": "trusted_control",
+        }
+    return {
+        "source_label": invocation.tool.producer_label,
+        "producer_revision": invocation.contract["producer"],
+        "resource_revision": evidence.resource_revision,
+        "observed_at": evidence.observed_at,
+        "trust": "untrusted_data",
+    }
+
+
+def _protected_audit(invocation: Invocation, ending: Ending, result_sha256: str) -> JsonObject:
+    principal, context, evidence = invocation.principal, invocation.call.context, ending.evidence
+    audit: JsonObject = {
+        "schema_version": AUDIT_VERSION,
+        "visibility": "protected_audit",
+        "operation_id": context.operation_id,
+        "principal_ref": principal.ref,
+        "idempotency_ref": invocation.idempotency_ref,
+        "recorded_at": ending.recorded_at,
+        "provider_context": {
+            **vars(context.profile), "response_id": context.response_id, "call_id": context.call_id,
+        },
+        "tool_contract": dict(invocation.contract),
+        "approval": ending.approval,
+        "downstream": {
+            "request_id": evidence.request_id if evidence else None,
+            "receipt_id": evidence.receipt_id if evidence else None,
+            "status_ref": _shown_status_ref(invocation, ending),
+        },
+        "redactions": _redactions(invocation.call),
+        "binding": {"request_sha256": invocation.request_sha256, "result_sha256": result_sha256},
+    }
+    # The third digest binds the whole audit but itself, and the plain values behind the audit's references.
+    audit["binding"]["call_binding_sha256"] = digest({
+        "kind": "call-binding",
+        "tenant_id": principal.tenant_id,
+        "subject_id": principal.subject_id,
+        "idempotency_key": context.idempotency_key,
+        "audit": audit,
+    })
+    return audit
+
+
+def _shown_status_ref(invocation: Invocation, ending: Ending) -> str | None:
+    if ending.code == "OUTCOME_UNKNOWN":
+        return ending.status_ref
+    return invocation.status_ref if ending.code in ("OK", "OUTPUT_CONTRACT_VIOLATION") else None
+
+
+def _redactions(call: ToolCall) -> list[str]:
+    """Name the parts of the proposal whose text was not kept."""
+    parts = {"/name": call.name == MALFORMED_NAME, "/arguments": isinstance(call.arguments, Malformed)}
+    return [pointer for pointer, redacted in parts.items() if redacted]
+
+
+# --- Output: what a handler or a receipt answered ---
+
+
+def validate_output(invocation: Invocation, result: object) -> list[Problem]:
+    """Check a handler's result against the tool's contract and limits; never raises (invariant 8)."""
+    return _examined_output(invocation, result)[1]
+
+
+def _examined_output(invocation: Invocation, result: object) -> tuple[Evidence | None, list[Problem]]:
+    """Copy and check a result in one go, so that what was checked is what is kept."""
+    if type(result) is not HandlerResult:
+        return None, [Problem("", "type", "must be a HandlerResult")]
+    try:
+        document = plain_json(vars(result))
+    except JsonError as error:
+        return None, [Problem("", error.reason, str(error))]
+    return _evidence(invocation, document)
+
+
+def _evidence(invocation: Invocation, document: JsonObject) -> tuple[Evidence | None, list[Problem]]:
+    """Turn a plain result into evidence, or say why it is none."""
+    spec = invocation.spec
+    if spec is None or invocation.input_verdict[0] != "OK":
+        return None, [Problem("", "impossible", "a call that never ran has no output")]
+    problems = validate(spec.result_contract, document)
+    if problems:
+        return None, problems
+    data, arguments = document["data"], invocation.arguments()
+    problems = [
+        *(_problem(_pointer("/data", name), "echo", argument) for name, argument in spec.echoes.items()
+          if not same_json(arguments[argument], data[name])),
+        *(Problem("/data", "name", "must hold no sensitive name") for _ in _forbidden_names(data)),
+    ][:MAX_VIOLATIONS]
+    text = canonical_json(data)
+    if len(text.encode("utf-8")) > spec.max_output_bytes:
+        problems.append(_problem("/data", "bytes", spec.max_output_bytes))
+    if _depth(data) > spec.max_output_depth:
+        problems.append(_problem("/data", "depth", spec.max_output_depth))
+    fields = {name: document[name] for name in Evidence.__dataclass_fields__ if name != "data_json"}
+    return (None, problems) if problems else (Evidence(text, **fields), [])
+
+
+def _members(value: object) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+
+
+def _forbidden_names(value: object) -> Iterator[str]:
+    if isinstance(value, dict):
+        yield from (name for name in value if is_forbidden_name(name, "output"))
+    for member in _members(value):
+        yield from _forbidden_names(member)
+
+
+def _depth(value: object) -> int:
+    """Count levels of nesting: a scalar is 0, a flat object 1."""
+    nested = isinstance(value, (dict, list))
+    return nested + max(map(_depth, _members(value)), default=0)
+
+
+# --- Validation: take the claims, vet them, build again, compare ---
+
+# What trusted context cannot supply, and where a package says it. Claims with an empty contract are judged by
+# the tool's own contract, as part of the output they came from.
+_DELIVERIES: Final = ("fresh", "local_replay", "receipt_reconciled")
+_CLAIMS: Final[dict[str, tuple[tuple[str, ...], JsonObject]]] = {
+    "data": (("model_result", "data"), {}),
+    "error": (("model_result", "error"), {"type": ["object", "null"]}),
+    "delivery": (("model_result", "execution", "delivery"), {"enum": [*_DELIVERIES]}),
+    "resource_revision": (("model_result", "provenance", "resource_revision"), {}),
+    "observed_at": (("model_result", "provenance", "observed_at"), {}),
+    "recorded_at": (("protected_audit", "recorded_at"), UTC_SECOND),
+    "approval": (("protected_audit", "approval"), {**closed_object(**_APPROVAL_FIELDS), "type": ["object", "null"]}),
+    "request_id": (("protected_audit", "downstream", "request_id"), {}),
+    "receipt_id": (("protected_audit", "downstream", "receipt_id"), {}),
+    "status_ref": (("protected_audit", "downstream", "status_ref"), OPTIONAL_IDENTIFIER),
+}
+
+# Codes by how far a call could have come. A conflict of call ids can meet any call.
+_ANY_INPUT_CODES: Final = {"NOT_FOUND", "STATUS_CONFLICT", *NotStarted.CODES}
+_READ_CODES: Final = _ANY_INPUT_CODES | {"OK", "OUTPUT_CONTRACT_VIOLATION"}
+_KEYLESS_WRITE_CODES: Final = _ANY_INPUT_CODES | {"IDEMPOTENCY_KEY_REQUIRED"}
+_WRITE_CODES: Final = {"OK", *ERROR_CATALOG} - {"UNKNOWN_TOOL", "INVALID_ARGUMENTS", "IDEMPOTENCY_KEY_REQUIRED"}
+
+
+def validate_result(invocation: Invocation, package: object) -> list[Problem]:
+    """Say where a package differs from the one that its invocation would have produced; never raises.
+
+    Returns an empty list for a sound package. A package whose claims cannot be believed is reported at those
+    claims; any other at every pointer where it differs from the rebuilt one, with the rule `missing`,
+    `unexpected` (at the parent) or `rebuilt` (invariant 9). Who can also recompute the unkeyed digests can
+    still change a claim: a digest is evidence of consistency, not of origin.
+    """
+    return _rebuild(invocation, package)[1]
+
+
+def _rebuild(invocation: Invocation, package: object) -> tuple[Package, list[Problem]]:
+    """Return the package that this invocation and the given claims lead to, and how the given one differs."""
+    if type(invocation) is not Invocation:
+        return {}, [Problem("", "invocation", "must be an Invocation")]
+    try:
+        copy = plain_json(package)
+    except JsonError as error:
+        return {}, [Problem("", error.reason, str(error))]
+    claims, problems = _claims(copy)
+    problems = problems or _implausible(invocation, claims)
+    if problems:
+        return {}, problems
+    ending, problems = _claimed_ending(invocation, claims)
+    if problems:
+        return {}, problems
+    rebuilt = build_package(invocation, ending)
+    return rebuilt, list(_differences(rebuilt, copy, ""))
+
+
+def _claims(package: Any) -> tuple[JsonObject, list[Problem]]:
+    """Take the claims out of a plain package, and say which are missing or misshapen."""
+    claims: JsonObject = {}
+    found: list[Problem] = []
+    for name, (tokens, contract) in _CLAIMS.items():
+        path, claims[name], problems = _look_up(package, tokens)
+        if not problems and contract:
+            _walk(contract, claims[name], path, problems)
+        found += problems
+    if not found:
+        claims["code"] = "OK"
+        if claims["error"] is not None:
+            path, claims["code"], found = _look_up(package, ("model_result", "error", "code"))
+            _walk({"enum": [*ERROR_CATALOG]}, claims["code"], path, found)
+    return claims, list(dict.fromkeys(found))
+
+
+def _look_up(document: Any, tokens: Sequence[str]) -> tuple[str, Any, list[Problem]]:
+    """Follow plain object members; return the pointer reached, the value there, and what stood in the way."""
+    path = ""
+    for token in tokens:
+        if type(document) is not dict:
+            return path, None, [_problem(path, "type", "object")]
+        path = _pointer(path, token)
+        if token not in document:
+            return path, None, [Problem(path, "missing", "must be present")]
+        document = document[token]
+    return path, document, []
+
+
+def _implausible(invocation: Invocation, claims: JsonObject) -> list[Problem]:
+    """Say which claims this invocation could not have led to, whatever their digests."""
+    code, spec = claims["code"], invocation.spec
+    wrong = {
+        "/model_result/status": code not in _possible_codes(invocation),
+        "/protected_audit/downstream/status_ref": code == "OUTCOME_UNKNOWN" and claims["status_ref"] is None,
+    }
+    if code == "OK" and spec is not None:
+        approver = (claims["approval"] or {}).get("approver_id")
+        wrong["/protected_audit/approval"] = spec.writes and approver in (None, invocation.principal.subject_id)
+        wrong["/model_result/execution/delivery"] = not spec.writes and claims["delivery"] != "fresh"
+    return [Problem(path, "impossible", "must follow from the call") for path, holds in wrong.items() if holds]
+
+
+def _possible_codes(invocation: Invocation) -> set[str]:
+    verdict = invocation.input_verdict[0]
+    if invocation.spec is None or verdict != "OK":
+        return {verdict, "CALL_ID_CONFLICT"}
+    if not invocation.spec.writes:
+        return _READ_CODES | {"CALL_ID_CONFLICT"}
+    if invocation.call.context.idempotency_key is None:
+        return _KEYLESS_WRITE_CODES | {"CALL_ID_CONFLICT"}
+    return _WRITE_CODES
+
+
+def _claimed_ending(invocation: Invocation, claims: JsonObject) -> tuple[Ending, list[Problem]]:
+    """Turn believable claims into the ending they describe. An error has no evidence, whatever it claims."""
+    ending = Ending(claims["code"], claims["recorded_at"], status_ref=claims["status_ref"])
+    if ending.code != "OK":
+        return ending, []
+    fields = {name: claims[name] for name in invocation.tool.result_contract["required"] if name in claims}
+    evidence, problems = _evidence(invocation, {**fields, "producer_revision": invocation.contract["producer"]})
+    approval = claims["approval"] if invocation.tool.writes else None
+    ending = replace(ending, delivery=claims["delivery"], evidence=evidence, approval=approval)
+    return ending, [problem._replace(path=_claim_path(problem.path)) for problem in problems]
+
+
+def _claim_path(path: str) -> str:
+    """Lead a pointer into a handler's result to the place where a package says the same."""
+    _, name, *rest = path.split("/", 2)
+    return "/".join(["", *_CLAIMS[name][0], *rest])
+
+
+def _differences(expected: Any, actual: Any, path: str) -> Iterator[Problem]:
+    """Compare a rebuilt node with the given one; JSON equality, objects member by member."""
+    if type(expected) is not dict or type(actual) is not dict:
+        if not same_json(expected, actual):
+            yield Problem(path, "rebuilt", "must equal what trusted context leads to")
+        return
+    for name, value in expected.items():
+        if name in actual:
+            yield from _differences(value, actual[name], _pointer(path, name))
+        else:
+            yield Problem(_pointer(path, name), "missing", "must be present")
+    if not actual.keys() <= expected.keys():
+        yield Problem(path, "unexpected", "must hold no other field")
+
+
+# --- One turn: all results of one provider response ---
+
+
+def validate_result_set(invocations: Sequence[Invocation], packages: Sequence[object]) -> list[Problem]:
+    """Check the results of one turn, in any order; paths are led by the package's index; never raises.
+
+    The turn has one principal, profile and response, and every call exactly one result: beyond the rules of
+    `validate_result` there are `turn`, `missing` (both at the root), `unknown` and `duplicate`.
+    """
+    return _rebuild_set(invocations, packages)[1]
+
+
+def _rebuild_set(invocations: object, packages: object) -> tuple[list[Package], list[Problem]]:
+    """Return the rebuilt packages in call order, and all problems of the turn."""
+    if not _is_turn(invocations) or type(packages) not in (list, tuple) or len(packages) > MAX_CALLS:  # type: ignore[arg-type]
+        return [], [Problem("", "turn", "must be the calls and results of one turn")]
+    expected = {invocation.call.context.call_id: invocation for invocation in invocations}  # type: ignore[attr-defined]
+    rebuilt: dict[str, Package] = {}
+    problems: list[Problem] = []
+    for index, package in enumerate(packages):  # type: ignore[arg-type]
+        call_id, found = _claimed_call_id(package, expected)
+        if call_id in rebuilt:
+            found = [Problem("", "duplicate", "must answer a call that has no result yet")]
+        elif not found:
+            rebuilt[call_id], found = _rebuild(expected[call_id], package)
+        problems += [problem._replace(path=f"/{index}{problem.path}") for problem in found]
+    problems += [Problem("", "missing", "must answer every call") for call_id in expected if call_id not in rebuilt]
+    return [rebuilt[call_id] for call_id in expected if call_id in rebuilt], problems
+
+
+def _is_turn(invocations: object) -> bool:
+    if type(invocations) not in (list, tuple) or not 1 <= len(invocations) <= MAX_CALLS:  # type: ignore[arg-type]
+        return False
+    if not all(type(invocation) is Invocation for invocation in invocations):  # type: ignore[attr-defined]
+        return False
+    contexts = [invocation.call.context for invocation in invocations]  # type: ignore[attr-defined]
+    turns = {(i.principal, i.call.context.profile, i.call.context.response_id) for i in invocations}  # type: ignore[attr-defined]
+    return len(turns) == 1 and len({context.call_id for context in contexts}) == len(contexts)
+
+
+def _claimed_call_id(package: object, expected: Mapping[str, Invocation]) -> tuple[str, list[Problem]]:
+    try:
+        _, call_id, found = _look_up(plain_json(package), ("protected_audit", "provider_context", "call_id"))
+    except JsonError as error:
+        return "", [Problem("", error.reason, str(error))]
+    if not found and (not is_identifier(call_id) or call_id not in expected):
+        found = [Problem("", "unknown", "must answer a call of this turn")]
+    return "" if found else call_id, found
+
+
+# =====================================================================================================
+# 10. The ledger
+# =====================================================================================================
+#
+#     absent --claim--> in_progress --commit--> committed
+#                       in_progress --doubt---> unknown --commit--> committed    (evidence from a status query)
+#                       in_progress --release-> absent                           (NotStarted from the handler)
+#                       unknown -----release--> absent                           (NotStarted from a status query)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One attempt at one effect: an immutable record, replaced whole by each transition."""
+
+    scope: tuple[str, str, str, str | None]
+    matter: tuple[str, str, str, str]
+    intent: tuple[str, ...]
+    command: Command
+    approval: Approval
+    state: Literal["in_progress", "unknown", "committed"] = "in_progress"
+    evidence: Evidence | None = None
+
+    @property
+    def status_ref(self) -> str:
+        return str(self.command.status_ref)
+
+
+class Ledger:
+    """Call identities and operations, in memory, under one lock that no callback ever runs under.
+
+    It is the seam for a durable one, which on opening turns every `in_progress` into `unknown`. A transition
+    replaces exactly the record it was decided on, else it changes nothing and returns `False` (compare and
+    swap): whoever was slower answers as a retry would. It grows with the calls and is never pruned.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._calls: dict[bytes, bytes] = {}
+        self._operations: dict[tuple[str, str, str, str | None], Operation] = {}
+        self._unresolved: dict[tuple[str, str, str, str], Operation] = {}   # at most one for each matter
+        self._references: dict[str, tuple[str, str, str, str | None]] = {}
+
+    def bind_call(self, identity: str, fingerprint: str) -> bool:
+        """Bind a call identity to a fingerprint for good; tell whether it is bound to this one. Both are hex."""
+        value = bytes.fromhex(fingerprint)  # raw bytes: half the memory of a table that only grows
+        with self._lock:
+            return self._calls.setdefault(bytes.fromhex(identity), value) == value
+
+    def find(self, scope: tuple[str, str, str, str | None]) -> Operation | None:
+        with self._lock:
+            return self._operations.get(scope)
+
+    def find_unresolved(self, matter: tuple[str, str, str, str]) -> Operation | None:
+        """Return the operation on these very arguments that is in progress or unknown, under whatever key."""
+        with self._lock:
+            return self._unresolved.get(matter)
+
+    def find_reference(self, status_ref: str) -> Operation | None:
+        with self._lock:
+            scope = self._references.get(status_ref)
+            return self._operations.get(scope) if scope else None
+
+    def claim(self, operation: Operation) -> Operation:
+        """Record an attempt where nothing stands in its way; return the operation that stands now.
+
+        That is `operation` itself, or the one that was there first: an unresolved one before a settled one.
+        """
+        with self._lock:
+            standing = self._unresolved.get(operation.matter) or self._operations.get(operation.scope)
+            if standing is None:
+                self._operations[operation.scope] = self._unresolved[operation.matter] = operation
+                self._references[operation.status_ref] = operation.scope
+            return standing or operation
+
+    def commit(self, operation: Operation, evidence: Evidence) -> bool:
+        """Settle an operation in progress or unknown: its effect is proven, and so is its result."""
+        return self._move(operation, ("in_progress", "unknown"), replace(operation, state="committed", evidence=evidence))
+
+    def doubt(self, operation: Operation) -> bool:
+        """Give up an operation in progress whose ending nobody saw."""
+        return self._move(operation, ("in_progress",), replace(operation, state="unknown"))
+
+    def release(self, operation: Operation) -> bool:
+        """Forget an operation in progress or unknown that provably never began."""
+        return self._move(operation, ("in_progress", "unknown"), None)
+
+    def _move(self, operation: Operation, states: tuple[str, ...], successor: Operation | None) -> bool:
+        with self._lock:
+            if self._operations.get(operation.scope) is not operation or operation.state not in states:
+                return False
+            del self._unresolved[operation.matter]
+            if successor is None:
+                del self._operations[operation.scope], self._references[operation.status_ref]
+            else:
+                self._operations[operation.scope] = successor
+                if successor.state == "unknown":
+                    self._unresolved[operation.matter] = successor
+            return True
+
+
+# =====================================================================================================
+# 11. The dispatcher
+# =====================================================================================================
+
+
+class Dispatcher:
+    """The boundary. `observe(gate)` is called on entering each gate, so the last one entered is where a call ended.
+
+    An observer's exceptions pass on unchanged; after the claim they leave the operation `unknown`.
+    """
+
+    def __init__(
+        self, registry: Registry, authority: ApprovalAuthority, ledger: Ledger, *,
+        observe: Callable[[str], object] | None = None,
+    ) -> None:
+        self.registry = registry
+        self.authority = authority
+        self.ledger = ledger
+        self._observe = observe
+
+    def resolve(self, principal: Principal, call: ToolCall) -> Invocation:
+        """Return the trusted context of a call. Raises `HostContextError` for a malformed principal or call."""
+        _require_host(type(call) is ToolCall, "call")
+        return Invocation(principal, call, self.registry.find(call.name))
+
+    def find_resource(self, invocation: Invocation) -> Resource | None:
+        """Return the resource that an approver should look at; `None` where this call could not reach one."""
+        try:
+            return _reachable_resource(invocation) if invocation.input_verdict[0] == "OK" else None
+        except Refused:
+            return None
+
+    def dispatch(
+        self, principal: Principal, call: ToolCall, *,
+        approvals: Sequence[object] = (), now: int, deadline: int | None = None,
+    ) -> Package:
+        """Decide one call, run it at most once, and return its package, whatever the model said (invariant 10).
+
+        `now` and `deadline` are whole seconds since the epoch by the host's clock; the deadline is half-open.
+        Raises `HostContextError` for what only the host can have caused, before any state changes.
+        """
+        self._enter("host_context")
+        invocation = self.resolve(principal, call)
+        _require_host(type(approvals) in (list, tuple), "approvals")
+        _require_host(is_instant(now) and (deadline is None or is_instant(deadline)), "now or deadline")
+        try:
+            tool = self._require_contract(invocation, "dispatch")
+            resource = self._require_authorization(invocation)
+            committed = self._require_idempotency(invocation) if tool.writes else None
+            if committed:
+                return self._replay(invocation, committed, now)
+            self._require_business_state(resource)
+            approval = self._require_approval(invocation, resource, approvals, now) if tool.writes else None
+            self._require_deadline(now, deadline)
+            command = _command(invocation, resource, now, deadline)
+            if approval:
+                return self._write(invocation, command, approval)
+            return self._read(invocation, command)
+        except Refused as refusal:
+            return self._refusal(invocation, refusal, now)
+
+    def query_operation_status(
+        self, principal: Principal, call: ToolCall, *,
+        status_ref: str, expected_request_sha256: str, now: int,
+    ) -> Package:
+        """Ask what became of an operation; never runs a handler (invariant 7).
+
+        `call` repeats the write's proposal and key under a call identity of its own. `status_ref` and
+        `expected_request_sha256` come from the audit of the package that left the outcome open. Raises
+        `HostContextError` as `dispatch` does.
+        """
+        self._enter("host_context")
+        invocation = self.resolve(principal, call)
+        _require_host(is_identifier(status_ref) and is_digest(expected_request_sha256), "status reference or digest")
+        _require_host(is_instant(now), "now")
+        try:
+            self._require_contract(invocation, "query_status")
+            self._require_authorization(invocation)
+            package: Package | None = None
+            while package is None:  # again only where somebody else settled the operation meanwhile
+                operation = self._require_operation(invocation, status_ref, expected_request_sha256)
+                package = self._settle(invocation, operation, now)
+            return package
+        except Refused as refusal:
+            return self._refusal(invocation, refusal, now)
+
+    # --- Gates: each is entered, then returns a fact or refuses ---
+
+    def _enter(self, gate: str) -> None:
+        if self._observe is None:
+            return
+        try:
+            self._observe(gate)
+        except Refused as error:
+            error.foreign = True  # an observer is no gate: what it raises is no refusal and passes on
+            raise
+
+    def _require_contract(self, invocation: Invocation, purpose: Purpose) -> ToolSpec:
+        self._enter("call_identity")
+        if not self.ledger.bind_call(invocation.identity_sha256, invocation.fingerprint_sha256(purpose)):
+            raise Refused("CALL_ID_CONFLICT")
+        self._enter("registry")
+        tool = invocation.tool  # invariant 1
+        self._enter("input")
+        code, _ = invocation.input_verdict  # invariant 2
+        if code != "OK":
+            raise Refused(code)
+        return tool
+
+    def _require_authorization(self, invocation: Invocation) -> Resource:
+        self._enter("authorization")
+        return _reachable_resource(invocation)
+
+    def _require_idempotency(self, invocation: Invocation) -> Operation | None:
+        """Return the committed operation that a retry replays, `None` for a new one."""
+        self._enter("idempotency")
+        if invocation.call.context.idempotency_key is None:
+            raise Refused("IDEMPOTENCY_KEY_REQUIRED")
+        unresolved = self.ledger.find_unresolved(invocation.matter)
+        return _require_replayable(invocation, unresolved or self.ledger.find(invocation.scope))
+
+    def _require_business_state(self, resource: Resource) -> None:
+        self._enter("business_state")
+        if not resource.permits:
+            raise Refused("BUSINESS_RULE_VIOLATION")
+
+    def _require_approval(
+        self, invocation: Invocation, resource: Resource, approvals: Sequence[object], now: int
+    ) -> Approval:
+        self._enter("approval")
+        if not approvals:
+            raise Refused("APPROVAL_REQUIRED")
+        for approval in approvals[:MAX_APPROVALS]:
+            if self.authority.verify(approval, invocation, resource, now) and isinstance(approval, Approval):
+                return approval
+        raise Refused("APPROVAL_INVALID")
+
+    def _require_deadline(self, now: int, deadline: int | None) -> None:
+        self._enter("deadline")
+        if deadline is not None and now >= deadline:
+            raise Refused("TIMEOUT_BEFORE_EXECUTE")
+
+    def _require_output(self, invocation: Invocation, result: object) -> Evidence:
+        self._enter("output")
+        evidence, _ = _examined_output(invocation, result)
+        if evidence is None:
+            raise Refused("OUTPUT_CONTRACT_VIOLATION")
+        return evidence
+
+    def _require_operation(self, invocation: Invocation, status_ref: str, request_sha256: str) -> Operation:
+        self._enter("status_ref")
+        operation = self.ledger.find_reference(status_ref)
+        if operation is None or operation.scope[:2] != invocation.scope[:2]:
+            raise Refused("NOT_FOUND")  # unknown, released, or another principal's: one answer (invariant 4)
+        if operation.scope != invocation.scope or operation.intent != invocation.intent:
+            raise Refused("STATUS_CONFLICT")
+        if request_sha256 != operation.command.request_sha256:
+            raise Refused("STATUS_CONFLICT")
+        return operation
+
+    # --- Endings ---
+
+    def _read(self, invocation: Invocation, command: Command) -> Package:
+        self._enter("handler")
+        result, error = _attempt(invocation.tool.handler, command)
+        if error:
+            raise Refused(_proven_code(error) or "TOOL_ERROR")
+        return _success(invocation, "fresh", self._require_output(invocation, result), None, command.now)
+
+    def _write(self, invocation: Invocation, command: Command, approval: Approval) -> Package:
+        """Claim, run the handler once, and leave the operation committed, released or unknown (invariant 6)."""
+        operation = Operation(invocation.scope, invocation.matter, invocation.intent, command, approval)
+        try:
+            self._enter("claim")
+            standing = self.ledger.claim(operation)
+            if standing is not operation:
+                return self._overtaken(invocation, standing, command.now)
+            self._enter("handler")
+            result, error = _attempt(invocation.tool.handler, replace(command, arguments=invocation.arguments()))
+            if error:
+                code = _proven_code(error)
+                if code and self.ledger.release(operation):
+                    raise Refused(code)
+                raise Refused("OUTCOME_UNKNOWN", operation.status_ref)
+            evidence = self._require_output(invocation, result)
+            if not self.ledger.commit(operation, evidence):
+                return self._overtaken(invocation, self.ledger.find(operation.scope), command.now)
+            return _success(invocation, "fresh", evidence, approval, command.now)
+        finally:
+            self.ledger.doubt(operation)  # whatever was raised by whom; changes nothing once it is settled
+
+    def _overtaken(self, invocation: Invocation, standing: Operation | None, now: int) -> Package:
+        """Answer as a retry would: somebody else holds this scope or these very arguments."""
+        committed = _require_replayable(invocation, standing)
+        if committed is None:
+            raise Refused("OUTCOME_UNKNOWN", invocation.status_ref)
+        return self._replay(invocation, committed, now)
+
+    def _replay(self, invocation: Invocation, committed: Operation, now: int) -> Package:
+        return _success(invocation, "local_replay", committed.evidence, committed.approval, now)
+
+    def _settle(self, invocation: Invocation, operation: Operation, now: int) -> Package | None:
+        """Answer a status query from the record or from a receipt; `None` where the record changed meanwhile."""
+        if operation.state == "committed":
+            return self._replay(invocation, operation, now)
+        if operation.state == "in_progress":
+            raise Refused("OUTCOME_UNKNOWN", operation.status_ref)
+        self._enter("receipt")
+        command = replace(operation.command, arguments=invocation.arguments(), now=now)
+        receipt, error = _attempt(invocation.tool.find_receipt, command)  # type: ignore[arg-type]
+        code = _proven_code(error)
+        if code:
+            if self.ledger.release(operation):
+                raise Refused(code)
+            return None
+        if receipt is None:
+            raise Refused("OUTCOME_UNKNOWN", operation.status_ref)
+        if not _is_receipt_of(receipt, operation, invocation):
+            raise Refused("STATUS_CONFLICT")
+        evidence = self._require_output(invocation, receipt.result)
+        if not self.ledger.commit(operation, evidence):
+            return None
+        return _success(invocation, "receipt_reconciled", evidence, operation.approval, now)
+
+    def _refusal(self, invocation: Invocation, refusal: Refused, now: int) -> Package:
+        if refusal.foreign:
+            raise refusal
+        return build_package(invocation, Ending(refusal.code, utc_text(now), status_ref=refusal.status_ref))
+
+
+def _reachable_resource(invocation: Invocation) -> Resource:
+    """Ask the tool's author; absent, forbidden and nonsense are one answer (invariant 4)."""
+    answer, error = _attempt(invocation.tool.find_resource, invocation.principal, invocation.arguments())
+    if error:
+        raise Refused(_proven_code(error) or "TOOL_ERROR")
+    if not is_resource(answer):
+        raise Refused("NOT_FOUND")
+    return answer  # type: ignore[no-any-return]
+
+
+def _require_replayable(invocation: Invocation, standing: Operation | None) -> Operation | None:
+    """Judge what stands in an invocation's way: an open outcome first, then another intent, then a replay."""
+    if standing is None:
+        return None
+    if standing.state != "committed" and standing.matter == invocation.matter:
+        raise Refused("OUTCOME_UNKNOWN", standing.status_ref)
+    if standing.intent != invocation.intent:
+        raise Refused("IDEMPOTENCY_CONFLICT")
+    return standing
+
+
+def _is_receipt_of(receipt: object, operation: Operation, invocation: Invocation) -> bool:
+    """Tell whether a downstream's receipt speaks of this operation's effect; its result is judged afterwards."""
+    if type(receipt) is not Receipt:
+        return False
+    claimed = {name: value for name, value in vars(receipt).items() if name != "result"}
+    return same_json({
+        "status_ref": operation.status_ref,
+        "request_sha256": operation.command.request_sha256,
+        "effect_revision": invocation.contract["effect"],
+    }, claimed)
+
+
+def _command(invocation: Invocation, resource: Resource, now: int, deadline: int | None) -> Command:
+    context = invocation.call.context
+    return Command(
+        invocation.principal, invocation.call.name, invocation.arguments(), context.operation_id,
+        context.idempotency_key, invocation.request_sha256, invocation.status_ref, resource.revision, now, deadline,
+    )
+
+
+def _success(
+    invocation: Invocation, delivery: str, evidence: Evidence | None, approval: Approval | None, now: int
+) -> Package:
+    public = approval.public() if approval else None
+    return build_package(invocation, Ending("OK", utc_text(now), delivery, evidence, public))
+
+
+# =====================================================================================================
+# 12. Provider edges
+# =====================================================================================================
+# Inbound, a provider's whole JSON response becomes calls; outbound, a package's model projection becomes the
+# provider's result item. Only the fields named here are read: providers add others all the time.
+
+
+class ProviderError(ValueError):
+    """A provider response whose calls cannot be correlated; raised before anything runs."""
+
+
+@dataclass(frozen=True)
+class ProviderCall:
+    """What a provider says about one call. `bind` adds what the host says: the two stay visibly apart."""
+
+    proposal: ModelProposal
+    profile: ProviderProfile
+    response_id: str
+    call_id: str
+
+    def bind(self, *, operation_id: str, idempotency_key: str | None = None) -> ToolCall:
+        """Return the call under the host's operation and key. Raises `HostContextError`."""
+        context = ExecutionContext(self.profile, self.response_id, self.call_id, operation_id, idempotency_key)
+        return bind_tool_call(self.proposal, context)
+
+
+@dataclass(frozen=True)
+class _Envelope:
+    """Where one provider's response keeps its calls, as data."""
+
+    items: str                  # the list that holds the calls among other items
+    call_type: str              # the `type` of an item that is a call
+    call_id: str                # the field that correlates a result
+    arguments: str
+    finished_field: str
+    finished: str               # its value once all calls are complete; absent and null count too
+    item_finished_field: str | None = None
+
+    def contract(self) -> JsonObject:
+        return {"type": "object", "required": ["id", self.items],
+                "properties": {"id": IDENTIFIER, self.items: {"type": "array"}}}
+
+    def call_contract(self) -> JsonObject:
+        return {"type": "object", "required": [self.call_id], "properties": {self.call_id: IDENTIFIER}}
+
+
+_ENVELOPES: Final[Mapping[str, _Envelope]] = MappingProxyType({
+    "openai": _Envelope("output", "function_call", "call_id", "arguments", "status", "completed", "status"),
+    "anthropic": _Envelope("content", "tool_use", "id", "input", "stop_reason", "tool_use"),
+    "google": _Envelope("steps", "function_call", "id", "arguments", "status", "requires_action"),
+})
+
+
+def from_openai_responses(response: JsonObject) -> list[ProviderCall]:
+    """Read the calls of one OpenAI Responses API response, in order.
+
+    `call_id` correlates, never `id`; `arguments` is JSON text. Raises `ProviderError` where calls cannot be
+    correlated; arguments that cannot be read become `Malformed`, as do all of a response that is not finished.
+    """
+    return _read_calls("openai", response, _decoded_arguments)
+
+
+def from_anthropic_messages(message: JsonObject) -> list[ProviderCall]:
+    """Read the calls of one Anthropic Messages API message, in order; `input` is an object. Raises `ProviderError`."""
+    return _read_calls("anthropic", message, _given_arguments)
+
+
+def from_gemini_interactions(interaction: JsonObject) -> list[ProviderCall]:
+    """Read the calls of one Gemini Interactions API interaction, in order. Raises `ProviderError`."""
+    return _read_calls("google", interaction, _given_arguments)
+
+
+def _read_calls(provider: str, response: object, read: Callable[[object], Any]) -> list[ProviderCall]:
+    envelope = _ENVELOPES[provider]
+    document = _require_envelope(envelope.contract(), response)
+    items = [item for item in document[envelope.items] if _is_call(item, envelope.call_type)]
+    if len(items) > MAX_CALLS:
+        raise ProviderError("a response holds too many calls")
+    calls: list[ProviderCall] = []
+    for item in items:
+        call_id = _require_envelope(envelope.call_contract(), item)[envelope.call_id]
+        given = item.get(envelope.arguments)
+        complete = _is_finished(document, envelope.finished_field, envelope.finished) and _is_finished(
+            item, envelope.item_finished_field, envelope.finished)
+        arguments = read(given) if complete else malformed("incomplete", _text_of(given))
+        proposal = ModelProposal(item.get("name"), arguments)
+        calls.append(ProviderCall(proposal, PROFILES[provider], document["id"], call_id))
+    if len({call.call_id for call in calls}) != len(calls):
+        raise ProviderError("two calls of a response bear one id")
+    return calls
+
+
+def _require_envelope(contract: JsonObject, document: object) -> Any:
+    for problem in validate(contract, document):
+        raise ProviderError(f"provider response at {problem.path or '/'}: {problem.message}")
+    return document
+
+
+def _is_call(item: object, call_type: str) -> bool:
+    return not validate({"type": "object"}, item) and same_json(call_type, item.get("type"))  # type: ignore[attr-defined]
+
+
+def _is_finished(document: JsonObject, name: str | None, finished: str) -> bool:
+    value = document.get(name) if name else None
+    return value is None or same_json(finished, value)
+
+
+def _text_of(given: object) -> object:
+    """Return what a digest of unread arguments is made of: the text itself, or an object's canonical form."""
+    try:
+        return given if type(given) is str else canonical_json(plain_json(given)) if type(given) is dict else None
+    except JsonError:
+        return None
+
+
+def _decoded_arguments(given: object) -> Any:
+    """Decode a provider's argument text; nothing but a text is read, and nothing is unwrapped."""
+    try:
+        return decode_json(given, max_bytes=MAX_ARGUMENT_BYTES) if type(given) is str else malformed("type")
+    except JsonError as error:
+        return malformed(error.reason, given)
+
+
+def _given_arguments(given: object) -> Any:
+    return given if type(given) is dict else malformed("type", given)
+
+
+# --- Outbound: the rebuilt model projection on the wire ---
+
+
+def to_openai_responses(invocation: Invocation, package: object) -> JsonObject:
+    """Map one result to an OpenAI `function_call_output`; it has no error flag, the text says it.
+
+    Like its siblings it sends the rebuilt projection, never the caller's object (invariants 8 and 9), and
+    raises `ResultContractError` for another provider's call or a package that fails `validate_result`.
+    """
+    return _openai_item(*_require_result("openai", invocation, package))
+
+
+def to_anthropic_messages(invocation: Invocation, package: object) -> JsonObject:
+    """Map one result to an Anthropic `tool_result` block. Raises `ResultContractError`."""
+    return _anthropic_item(*_require_result("anthropic", invocation, package))
+
+
+def to_gemini_interactions(invocation: Invocation, package: object) -> JsonObject:
+    """Map one result to a Gemini continuation; the host adds `model`. Raises `ResultContractError`."""
+    return _gemini_turn(invocation, [_gemini_item(*_require_result("google", invocation, package))])
+
+
+def _require_result(provider: str, invocation: Invocation, package: object) -> tuple[Invocation, JsonObject]:
+    rebuilt, problems = _rebuild(invocation, package)
+    if not problems and invocation.call.context.profile != PROFILES[provider]:
+        problems = [Problem("/protected_audit/provider_context", "profile", "must be this provider's call")]
+    if problems:
+        raise ResultContractError(problems)
+    return invocation, rebuilt["model_result"]
+
+
+def _text_parts(model_result: JsonObject) -> list[JsonObject]:
+    return [{"type": "text", "text": canonical_json(model_result)}]
+
+
+def _openai_item(invocation: Invocation, model_result: JsonObject) -> JsonObject:
+    return {
+        "type": "function_call_output",
+        "call_id": invocation.call.context.call_id,
+        "output": canonical_json(model_result),
+    }
+
+
+def _anthropic_item(invocation: Invocation, model_result: JsonObject) -> JsonObject:
+    return {
+        "type": "tool_result",
+        "tool_use_id": invocation.call.context.call_id,
+        "content": _text_parts(model_result),
+        "is_error": model_result["status"] != "succeeded",
+    }
+
+
+def _gemini_item(invocation: Invocation, model_result: JsonObject) -> JsonObject:
+    return {
+        "type": "function_result",
+        "name": invocation.call.name,
+        "call_id": invocation.call.context.call_id,
+        "is_error": model_result["status"] != "succeeded",
+        "result": _text_parts(model_result),
+    }
+
+
+def _openai_turn(invocation: Invocation, items: list[JsonObject]) -> JsonObject:
+    return {"previous_response_id": invocation.call.context.response_id, "input": items}
+
+
+def _anthropic_turn(_: Invocation, items: list[JsonObject]) -> JsonObject:
+    return {"role": "user", "content": items}  # tool_result blocks come first, and nothing else follows
+
+
+def _gemini_turn(invocation: Invocation, items: list[JsonObject]) -> JsonObject:
+    return {"previous_interaction_id": invocation.call.context.response_id, "input": items}
+
+
+_OUTBOUND: Final[Mapping[str, tuple[Callable[..., JsonObject], Callable[..., JsonObject]]]] = MappingProxyType({
+    "openai": (_openai_item, _openai_turn),
+    "anthropic": (_anthropic_item, _anthropic_turn),
+    "google": (_gemini_item, _gemini_turn),
+})
+
+
+def continue_turn(invocations: Sequence[Invocation], packages: Sequence[object]) -> JsonObject:
+    """Answer a whole turn: one result for each call, in call order, whatever order the packages come in.
+
+    Raises `ResultContractError` for anything that `validate_result_set` reports.
+    """
+    rebuilt, problems = _rebuild_set(invocations, packages)
+    if problems:
+        raise ResultContractError(problems)
+    to_item, to_turn = _OUTBOUND[invocations[0].call.context.profile.provider]
+    items = [to_item(invocation, package["model_result"])
+             for invocation, package in zip(invocations, rebuilt, strict=True)]
+    return to_turn(invocations[0], items)
+
+
+# --- Tool definitions for a provider's request ---
+
+# Strict modes refuse or move other keywords; the host enforces the full contract either way.
+_ADVERTISED_KEYWORDS: Final = (
+    "type", "title", "description", "enum", "properties", "required", "additionalProperties", "items",
+)
+
+
+def advertise_tools(registry: Registry, profile: ProviderProfile) -> list[JsonObject]:
+    """Write the registry's tools as one provider's definitions, from the contract that is enforced.
+
+    Raises `HostContextError` for a profile that is not registered.
+    """
+    _require_host(profile in PROFILES.values(), "profile")
+    return [_definition(spec, profile.provider) for spec in registry]
+
+
+def _definition(spec: ToolSpec, provider: str) -> JsonObject:
+    definition: JsonObject = {"name": spec.name, "description": spec.description}
+    if provider == "anthropic":
+        return {**definition, "input_schema": _advertised(spec.input_schema), "strict": True}
+    definition = {"type": "function", **definition, "parameters": _advertised(spec.input_schema)}
+    return {**definition, "strict": True} if provider == "openai" else definition
+
+
+def _advertised(schema: JsonObject) -> JsonObject:
+    """Keep what every strict mode understands, and say the dropped bounds in words."""
+    kept: JsonObject = {keyword: schema[keyword] for keyword in _ADVERTISED_KEYWORDS if keyword in schema}
+    dropped = [f"{keyword} {canonical_json(schema[keyword])}" for keyword in schema if keyword not in kept]
+    if dropped:
+        kept["description"] = " ".join([*filter(None, [schema.get("description")]), f"({'; '.join(dropped)})"])
+    if "items" in schema:
+        kept["items"] = _advertised(schema["items"])
+    if "properties" in schema:
+        kept["properties"] = {name: _advertised(inner) for name, inner in schema["properties"].items()}
+    return kept
+
+
+# =====================================================================================================
+# 13. The demo: a mock downstream with two tools
+# =====================================================================================================
+# Everything above is generic. From here on there are orders and refund drafts, in memory, with faults.
+
+FAULTS: Final = (
+    "rate_limit", "tool_error", "timeout_after_commit", "timeout_after_commit_receipt_unavailable",
+)
+
+
+@dataclass(frozen=True)
+class Order:
+    tenant_id: str
+    owner_id: str
+    status: str
+    revision: str
+
+
+class MockDownstream:
+    """Three orders, numbered refund drafts, receipts, and one `fault` that its handlers meet until it is `none`.
+
+    It drafts refunds and refunds nothing; `side_effect_count` counts drafts.
+    """
+
+    def __init__(self) -> None:
+        self.orders = {
+            "ORDER-7": Order("tenant-a", "user-1", "paid", "ORDER-7-r1"),
+            "ORDER-8": Order("tenant-a", "user-2", "paid", "ORDER-8-r1"),
+            "ORDER-9": Order("tenant-b", "user-1", "paid", "ORDER-9-r1"),
+        }
+        self.fault = "none"
+        self.faults_met = 0
+        self.side_effect_count = 0
+        self._requests = 0
+        self._receipts: dict[str, Receipt] = {}
+        self._lock = threading.Lock()
+
+    def amend(self, order_ref: str, **changes: str) -> None:
+        """Change one order, and with it its revision."""
+        with self._lock:
+            order = self.orders[order_ref]
+            stem, _, number = order.revision.rpartition("-r")
+            self.orders[order_ref] = replace(order, **changes, revision=f"{stem}-r{int(number) + 1}")
+
+    def tools(self) -> tuple[ToolSpec, ToolSpec]:
+        """Describe the two tools: `get_order`, a read, and `create_refund_draft`, a write."""
+        order_ref = {"type": "string", "minLength": 1, "maxLength": 64, "pattern": "^[A-Z0-9-]+$"}
+        reason = {"type": "string", "enum": ["duplicate", "damaged", "other"]}
+        status = {"type": "string", "enum": ["paid", "pending", "refunded"]}
+        get_order = ToolSpec(
+            name="get_order",
+            description="Read the status of one order.",
+            risk="read",
+            input_schema=closed_object(order_ref=order_ref),
+            output_schema=closed_object(order_ref=order_ref, status=status),
+            echoes={"order_ref": "order_ref"},
+            max_output_bytes=256,
+            max_output_depth=1,
+            producer_label="mock-order-service",
+            revisions=_revisions("get-order"),
+            find_resource=self._find_readable_order,
+            handler=self._get_order,
+        )
+        create_refund_draft = ToolSpec(
+            name="create_refund_draft",
+            description="Draft a refund of one paid order for a human to complete; it refunds nothing.",
+            risk="write",
+            input_schema=closed_object(order_ref=order_ref, reason=reason),
+            output_schema=closed_object(
+                draft_id={"type": "string", "maxLength": 32, "pattern": r"^DRAFT-\d+$"},
+                order_ref=order_ref, reason=reason,
+            ),
+            echoes={"order_ref": "order_ref", "reason": "reason"},
+            max_output_bytes=256,
+            max_output_depth=1,
+            producer_label="mock-refund-service",
+            revisions=_revisions("create-refund-draft"),
+            find_resource=self._find_own_order,
+            handler=self._create_refund_draft,
+            find_receipt=self._find_receipt,
+        )
+        return get_order, create_refund_draft
+
+    def _find_readable_order(self, principal: Principal, arguments: JsonObject) -> Resource | None:
+        order = self.orders.get(arguments["order_ref"])
+        if order is None or order.tenant_id != principal.tenant_id:
+            return None
+        if order.owner_id != principal.subject_id and "support_admin" not in principal.roles:
+            return None
+        return Resource(order.revision, permits=True)
+
+    def _find_own_order(self, principal: Principal, arguments: JsonObject) -> Resource | None:
+        order = self.orders.get(arguments["order_ref"])
+        if order is None or (order.tenant_id, order.owner_id) != (principal.tenant_id, principal.subject_id):
+            return None
+        return Resource(order.revision, permits=order.status == "paid")
+
+    def _get_order(self, command: Command) -> HandlerResult:
+        with self._lock:
+            order = self._current_order(command)
+            data = {"order_ref": command.arguments["order_ref"], "status": order.status}
+            return self._result(command, data, receipt_id=None)
+
+    def _create_refund_draft(self, command: Command) -> HandlerResult:
+        with self._lock:
+            self._current_order(command)
+            self.side_effect_count += 1
+            number = self.side_effect_count
+            data = {"draft_id": f"DRAFT-{number}", **command.arguments}
+            result = self._result(command, data, receipt_id=f"receipt-{number}")
+            if self.fault != "timeout_after_commit_receipt_unavailable":
+                status_ref = str(command.status_ref)
+                self._receipts[status_ref] = Receipt(
+                    status_ref, command.request_sha256, "create-refund-draft-effect-v1", result)
+            if self.fault != "none":
+                self.faults_met += 1
+                raise TimeoutError
+            return result
+
+    def _find_receipt(self, command: Command) -> Receipt | None:
+        return self._receipts.get(str(command.status_ref))
+
+    def _current_order(self, command: Command) -> Order:
+        """Compare and set, under the lock: the order must still be the one that was authorized."""
+        if self.fault in ("rate_limit", "tool_error"):
+            self.faults_met += 1
+            raise NotStarted(self.fault.upper())
+        order = self.orders[command.arguments["order_ref"]]
+        if order.revision != command.expected_revision:
+            raise NotStarted("BUSINESS_RULE_VIOLATION")
+        return order
+
+    def _result(self, command: Command, data: JsonObject, receipt_id: str | None) -> HandlerResult:
+        self._requests += 1
+        return HandlerResult(
+            data,
+            producer_revision=command.tool.replace("_", "-") + "-producer-v1",
+            resource_revision=command.expected_revision,
+            observed_at=utc_text(command.now),
+            request_id=f"request-{self._requests}",
+            receipt_id=receipt_id,
+        )
+
+
+def _revisions(stem: str) -> Revisions:
+    return Revisions(**{name: f"{stem}-{name.replace('_', '-')}-v1" for name in _REVISION_NAMES})
+
+
+def demo_dispatcher(
+    downstream: MockDownstream | None = None, *, observe: Callable[[str], object] | None = None
+) -> Dispatcher:
+    """Wire a downstream (pass your own to hold on to it), a registry, an authority with a fresh key, and a ledger."""
+    tools = (downstream or MockDownstream()).tools()
+    authority = ApprovalAuthority(secrets.token_bytes(32), ["human-reviewer-1"])
+    return Dispatcher(Registry(tools), authority, Ledger(), observe=observe)
+
+
+# =====================================================================================================
+# 14. Fixtures
+# =====================================================================================================
+# A fixture is a file of cases, each a short story of calls with the ending that every step must have.
+
+_SHORT: Final[JsonObject] = {"type": "string", "maxLength": 255}
+_CASES: Final[JsonObject] = {"type": "array", "minItems": 1, "maxItems": 256}
+_EXPECTED: Final = closed_object(
+    code={"enum": ["OK", *ERROR_CATALOG]},
+    status={"enum": ["succeeded", "failed", "unknown"]},
+    outcome={"enum": ["not_started", "committed", "unknown"]},
+    recovery={"enum": list(dict.fromkeys(["none", *(policy.recovery for policy in ERROR_CATALOG.values())]))},
+    delivery={"enum": [*_DELIVERIES]},
+    data={"type": ["object", "null"]},
+    side_effect_count={"type": "integer", "minimum": 0, "maximum": MAX_SAFE_INTEGER},
+)
+_STEP: Final = closed_object(
+    step_id=IDENTIFIER,
+    action={"enum": ["dispatch", "query_status"]},
+    proposal=closed_object(name=_SHORT, arguments={"type": "object"}),
+    execution_context=closed_object(
+        provider={"enum": [*PROFILES]}, api_family=IDENTIFIER, response_id=IDENTIFIER, call_id=IDENTIFIER,
+        operation_id=IDENTIFIER, idempotency_key=OPTIONAL_IDENTIFIER, adapter_revision=IDENTIFIER,
+    ),
+    approval={"enum": ["none", "valid", "expired", "mismatched"]},
+    now={"type": "integer", "minimum": 0, "maximum": MAX_INSTANT - MAX_APPROVAL_SECONDS},
+    failure={"enum": ["none", "timeout_before_execute", *FAULTS]},
+    status_ref_from=OPTIONAL_IDENTIFIER,
+    expected=_EXPECTED,
+)
+FIXTURE_SCHEMA: Final = closed_object(
+    schema_version={"const": FIXTURE_VERSION},
+    contract=closed_object(model_result={"const": MODEL_RESULT_VERSION}, protected_audit={"const": AUDIT_VERSION}),
+    cases={**_CASES, "items": closed_object(
+        id=IDENTIFIER,
+        principal=closed_object(
+            tenant_id=IDENTIFIER, subject_id=IDENTIFIER,
+            roles={"type": "array", "maxItems": MAX_ROLES, "items": IDENTIFIER},
+        ),
+        steps={**_CASES, "items": _STEP},
+    )},
+)
+
+
+class FixtureError(ValueError):
+    """A fixture that cannot be run. `problems` names every fault by JSON Pointer; the text prints the first 20."""
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        lines = [f"{problem.path or '/'}: {problem.message}" for problem in problems[:MAX_PRINTED_PROBLEMS]]
+        if len(problems) > MAX_PRINTED_PROBLEMS:
+            lines.append(f"... and {len(problems) - MAX_PRINTED_PROBLEMS} more")
+        super().__init__("\n".join(lines))
+        self.problems = tuple(problems)
+
+
+class FixtureIOError(FixtureError):
+    """A fixture file that cannot be read; its path is never repeated."""
+
+    def __init__(self) -> None:
+        super().__init__([Problem("", "io", "the fixture cannot be read")])
+
+
+def load_fixture(path: str | os.PathLike[str]) -> JsonObject:
+    """Read and decode a fixture file; no more than 65,537 bytes are read. Raises `FixtureError`."""
+    try:
+        with open(path, "rb") as file:
+            raw = file.read(MAX_FIXTURE_BYTES + 1)
+    except (OSError, ValueError):  # a NUL byte in the name is a ValueError
+        raise FixtureIOError from None
+    return decode_fixture(raw)
+
+
+def decode_fixture(raw: bytes | str) -> JsonObject:
+    """Decode and check a fixture of at most 65,536 bytes. Raises `FixtureError` with all its problems."""
+    try:
+        return _require_fixture(decode_json(raw, max_bytes=MAX_FIXTURE_BYTES))
+    except JsonError as error:
+        raise FixtureError([Problem("", error.reason, str(error))]) from None
+
+
+def _require_fixture(fixture: Any) -> JsonObject:
+    problems = validate(FIXTURE_SCHEMA, fixture)
+    if not any(problem.path.count("/") < 2 for problem in problems):
+        misshapen = {problem.path.split("/")[2] for problem in problems if problem.path.startswith("/cases/")}
+        problems += _repeated("/cases", "id", fixture["cases"], misshapen)
+        for index, case in enumerate(fixture["cases"]):
+            if str(index) not in misshapen:
+                problems += _case_problems(f"/cases/{index}", case)
+    if problems:
+        raise FixtureError(problems)
+    return fixture  # type: ignore[no-any-return]
+
+
+def _repeated(path: str, name: str, items: list[JsonObject], skipped: Iterable[str] = ()) -> Iterator[Problem]:
+    seen: set[str] = set()
+    for index, item in enumerate(items):
+        if str(index) not in skipped:
+            if item[name] in seen:
+                yield Problem(f"{path}/{index}/{name}", "unique", "must not be repeated")
+            seen.add(item[name])
+
+
+def _case_problems(path: str, case: JsonObject) -> Iterator[Problem]:
+    """Check what a schema cannot say about one well-shaped case."""
+    roles = case["principal"]["roles"]
+    if sorted({*roles}) != roles:
+        yield Problem(path + "/principal/roles", "sorted", "must be sorted and unique")
+    yield from _repeated(path + "/steps", "step_id", case["steps"])
+    dispatched: set[str] = set()
+    for index, step in enumerate(case["steps"]):
+        yield from _step_problems(f"{path}/steps/{index}", step, dispatched)
+        if step["action"] == "dispatch":
+            dispatched.add(step["step_id"])
+
+
+def _step_problems(path: str, step: JsonObject, dispatched: set[str]) -> Iterator[Problem]:
+    context = step["execution_context"]
+    if ProviderProfile(context["provider"], context["api_family"], context["adapter_revision"]) not in PROFILES.values():
+        yield Problem(path + "/execution_context", "profile", "must be a registered provider profile")
+    query = step["action"] == "query_status"
+    if query != (step["status_ref_from"] in dispatched) or not query and step["status_ref_from"] is not None:
+        yield Problem(path + "/status_ref_from", "reference", "must name an earlier dispatch, and only for a query")
+    if query and step["failure"] != "none":
+        yield Problem(path + "/failure", "query", "must be none for a status query")
+    if query and step["approval"] != "none":
+        yield Problem(path + "/approval", "query", "must be none for a status query")
+    yield from _expectation_problems(path + "/expected", step["expected"])
+
+
+def _expectation_problems(path: str, expected: JsonObject) -> Iterator[Problem]:
+    """Check that an expectation agrees with the catalog row of its code."""
+    policy = policy_of(expected["code"])
+    for name in ("status", "outcome", "recovery"):
+        if expected[name] != getattr(policy, name):
+            yield Problem(f"{path}/{name}", "catalog", f"must be {getattr(policy, name)} for this code")
+    if policy is not SUCCESS and expected["delivery"] != "fresh":
+        yield Problem(path + "/delivery", "catalog", "must be fresh for this code")
+    if (policy is SUCCESS) != (expected["data"] is not None):
+        yield Problem(path + "/data", "catalog", "must be an object for OK and null for an error")
+
+
+def run_fixture(fixture: object, *, explain: bool = False) -> JsonObject:
+    """Replay every case on a fresh demo and compare each step with its expectation.
+
+    Returns the report that the command line prints: `schema_version`, `passed`, `case_count`, `step_count`
+    and `cases`. With `explain`, each step also tells what was asked, which gates it entered and what its
+    provider gets. Raises `FixtureError` before anything runs.
+    """
+    try:
+        checked = _require_fixture(plain_json(fixture))
+    except JsonError as error:
+        raise FixtureError([Problem("", error.reason, str(error))]) from None
+    cases = [_CaseRun(case).report(explain) for case in checked["cases"]]
+    return {
+        "schema_version": REPORT_VERSION,
+        "passed": all(case["passed"] for case in cases),
+        "case_count": len(cases),
+        "step_count": sum(len(case["steps"]) for case in cases),
+        "cases": cases,
+    }
+
+
+class _CaseRun:
+    """One case on a demo of its own. Audits are kept by step, for a later status query to refer to."""
+
+    def __init__(self, case: JsonObject) -> None:
+        self.case = case
+        self.principal = Principal(**{**case["principal"], "roles": tuple(case["principal"]["roles"])})
+        self.downstream = MockDownstream()
+        self.gates: list[str] = []
+        self.dispatcher = demo_dispatcher(self.downstream, observe=self.gates.append)
+        self.audits: dict[str, JsonObject] = {}
+
+    def report(self, explain: bool) -> JsonObject:
+        steps = [self.step(step, explain) for step in self.case["steps"]]
+        return {"id": self.case["id"], "passed": all(step["passed"] for step in steps), "steps": steps}
+
+    def step(self, step: JsonObject, explain: bool) -> JsonObject:
+        self.gates.clear()
+        self.downstream.fault = step["failure"] if step["failure"] in FAULTS else "none"
+        self.downstream.faults_met = 0
+        invocation = self.dispatcher.resolve(self.principal, _bound_call(step))
+        try:
+            package = self.perform(step, invocation)
+        except LookupError:
+            return self.verdict(step, {}, [_mismatch("status_ref_from", step["status_ref_from"], None)])
+        self.audits[step["step_id"]] = package["protected_audit"]
+        actual = _facts(package["model_result"], self.downstream.side_effect_count)
+        mismatches = [
+            _mismatch(name, expected, actual[name])
+            for name, expected in step["expected"].items() if not same_json(expected, actual[name])
+        ]
+        if self.downstream.fault != "none" and not self.downstream.faults_met:
+            mismatches.append(_mismatch("failure", step["failure"], "not met"))
+        payload, problems = _payload(invocation, package)
+        mismatches += [_mismatch(problem.path, problem.rule, "differs") for problem in problems]
+        report = self.verdict(step, actual, mismatches)
+        return {**report, "explanation": self.explanation(step, invocation, package, payload)} if explain else report
+
+    def verdict(self, step: JsonObject, actual: JsonObject, mismatches: list[JsonObject]) -> JsonObject:
+        return {"step_id": step["step_id"], "passed": not mismatches, **actual, "mismatches": mismatches}
+
+    def perform(self, step: JsonObject, invocation: Invocation) -> Package:
+        """Run one step; a `LookupError` says that the step referred to left no status reference."""
+        principal, call, now = invocation.principal, invocation.call, step["now"]
+        if step["action"] == "query_status":
+            audit = self.audits[step["status_ref_from"]]
+            if audit["downstream"]["status_ref"] is None:
+                raise LookupError
+            return self.dispatcher.query_operation_status(
+                principal, call, status_ref=audit["downstream"]["status_ref"],
+                expected_request_sha256=audit["binding"]["request_sha256"], now=now,
+            )
+        deadline = now if step["failure"] == "timeout_before_execute" else None
+        return self.dispatcher.dispatch(
+            principal, call, approvals=self.approvals(step, invocation), now=now, deadline=deadline)
+
+    def approvals(self, step: JsonObject, invocation: Invocation) -> list[Approval]:
+        if step["approval"] == "none":
+            return []
+        seen = invocation
+        if step["approval"] == "mismatched":
+            context = invocation.call.context
+            other = "another-operation" if context.operation_id != "another-operation" else "yet-another-operation"
+            seen = replace(invocation, call=replace(invocation.call, context=replace(context, operation_id=other)))
+        lifetime = -1 if step["approval"] == "expired" else MAX_APPROVAL_SECONDS
+        return [self.dispatcher.authority.issue(
+            seen, self.dispatcher.find_resource(seen), approver_id="human-reviewer-1",
+            expires_at=step["now"] + lifetime, approval_id=f"approval-{step['step_id']}"[:255],
+        )]
+
+    def explanation(
+        self, step: JsonObject, invocation: Invocation, package: Package, payload: JsonObject | None
+    ) -> JsonObject:
+        return {
+            "action": step["action"],
+            "proposal": step["proposal"],
+            "principal": self.case["principal"],
+            **{name: step[name] for name in ("execution_context", "approval", "failure", "now")},
+            "gates": [*self.gates],
+            "stopped_at": self.gates[-1] if package["model_result"]["error"] else None,
+            "violations": (package["model_result"]["error"] or {"violations": []})["violations"],
+            "status_ref": package["protected_audit"]["downstream"]["status_ref"],
+            "digests": package["protected_audit"]["binding"],
+            "payload": payload,
+        }
+
+
+def _bound_call(step: JsonObject) -> ToolCall:
+    context = dict(step["execution_context"])
+    profile = ProviderProfile(*(context.pop(name) for name in ProviderProfile.__dataclass_fields__))
+    return bind_tool_call(ModelProposal(**step["proposal"]), ExecutionContext(profile, **context))
+
+
+def _facts(model_result: JsonObject, side_effect_count: int) -> JsonObject:
+    policy = policy_of((model_result["error"] or {"code": "OK"})["code"])
+    return {
+        "code": policy.code, "status": model_result["status"], "outcome": model_result["execution"]["outcome"],
+        "recovery": policy.recovery, "delivery": model_result["execution"]["delivery"],
+        "data": model_result["data"], "side_effect_count": side_effect_count,
+    }
+
+
+def _payload(invocation: Invocation, package: Package) -> tuple[JsonObject | None, list[Problem]]:
+    """Map a step's package by its own provider's adapter, which validates it first."""
+    adapters = {
+        "openai": to_openai_responses, "anthropic": to_anthropic_messages, "google": to_gemini_interactions,
+    }
+    try:
+        return adapters[invocation.call.context.profile.provider](invocation, package), []
+    except ResultContractError as error:
+        return None, error.problems
+
+
+def _mismatch(name: str, expected: object, actual: object) -> JsonObject:
+    return {"field": name, "expected": expected, "actual": actual}
+
+
+# =====================================================================================================
+# 15. Command line
+# =====================================================================================================
+
+PROGRAM: Final = "tool-dispatcher"
+WIDTH: Final = 100
+_LABEL: Final = 17                      # columns of the labels in an explanation
+
+
+class _UsageError(Exception):
+    """The command line asks for something that does not exist."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise _UsageError("the options are wrong; --help lists them")  # argparse's own text repeats what was typed
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; return 0 where all passed, 1 where a step did not, 2 for a bad fixture or usage."""
+    try:
+        text, status = _answer(_parser().parse_args(argv))
+    except (_UsageError, FixtureError) as error:
+        _emit(_lines([f"{PROGRAM}: error:", *str(error).splitlines()]), sys.stderr)
+        return 2
+    return status if _emit(text, sys.stdout) else 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog=PROGRAM, description="Replay a fixture of tool calls against the trusted boundary, offline.",
+        add_help=False, allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--fixture", metavar="FILE", help="the fixture to run, - for standard input (default: the bundled one)")
+    add("--case", metavar="ID", action="append", help="run only this case; may be repeated")
+    add("--format", choices=("auto", "text", "json"), default="auto",
+        help="auto is text on a terminal and JSON otherwise")
+    add("--explain", action="store_true", help="show for each step what was asked, the gates, and the payload")
+    add = parser.add_mutually_exclusive_group().add_argument
+    add("--print-schema", action="store_true", help="print the JSON Schema of a fixture")
+    add("--tools", choices=tuple(PROFILES), help="print the demo's tool definitions for this provider")
+    add("--version", action="store_true", help="print the version")
+    add("-h", "--help", action="store_true", help="print this help")
+    return parser
+
+
+def _answer(options: argparse.Namespace) -> tuple[str, int]:
+    """Return what to print, and the exit status."""
+    if options.help:
+        return _parser().format_help(), 0
+    if options.version:
+        return f"{PROGRAM} {__version__}\n", 0
+    if options.print_schema:
+        return _json_text({"$schema": "https://json-schema.org/draft/2020-12/schema", **FIXTURE_SCHEMA}), 0
+    if options.tools:
+        return _json_text(advertise_tools(demo_dispatcher().registry, PROFILES[options.tools])), 0
+    report = run_fixture(_selected(_given_fixture(options.fixture), options.case), explain=options.explain)
+    terminal = sys.stdout is not None and sys.stdout.isatty()
+    as_text = options.format == "text" or options.format == "auto" and terminal
+    return _report_text(report) if as_text else _json_text(report), 0 if report["passed"] else 1
+
+
+def _given_fixture(source: str | None) -> JsonObject:
+    if source == "-":
+        try:
+            return decode_fixture(sys.stdin.buffer.read(MAX_FIXTURE_BYTES + 1))
+        except (AttributeError, OSError):  # standard input is closed, or a directory
+            raise FixtureIOError from None
+    return load_fixture(source if source is not None else pathlib.Path(__file__).with_name("tool-cases.json"))
+
+
+def _selected(fixture: JsonObject, case_ids: list[str] | None) -> JsonObject:
+    if case_ids is None:
+        return fixture
+    if not {*case_ids} <= {case["id"] for case in fixture["cases"]}:
+        raise _UsageError("the fixture has no case of this id")
+    return {**fixture, "cases": [case for case in fixture["cases"] if case["id"] in case_ids]}
+
+
+def _json_text(document: object) -> str:
+    return json.dumps(document, indent=2) + "\n"  # ASCII: no console is steered by a character of a fixture
+
+
+def _report_text(report: JsonObject) -> str:
+    lines: list[str] = []
+    for case in report["cases"]:
+        for step in case["steps"]:
+            lines += _step_lines(case["id"], step)
+    passed = "true" if report["passed"] else "false"
+    lines.append(f"passed={passed} case_count={report['case_count']} step_count={report['step_count']}")
+    return _lines(lines)
+
+
+def _step_lines(case_id: str, step: JsonObject) -> Iterator[str]:
+    verdict, title = "ok" if step["passed"] else "FAIL", f"{case_id} / {step['step_id']}"
+    if "explanation" in step:
+        yield f"{title:<{WIDTH - 4}}{verdict:>4}"
+        yield from _explained(step, step["explanation"])
+    elif "code" in step:
+        yield f"{verdict:<6}{title:<58}{step['code']}  {step['outcome']}  {step['delivery']}  effects {step['side_effect_count']}"
+    else:
+        yield f"{verdict:<6}{title}"
+    for mismatch in step["mismatches"]:
+        expected, actual = json.dumps(mismatch["expected"]), json.dumps(mismatch["actual"])
+        yield f"      {mismatch['field']:<20} expected {expected:<28} actual {actual}"
+    if "explanation" in step:
+        yield ""
+
+
+def _explained(step: JsonObject, told: JsonObject) -> Iterator[str]:
+    """Lay out one step: what came in, how far it got, how it ended, what goes out."""
+    context, principal, digests = told["execution_context"], told["principal"], told["digests"]
+    yield from _labelled("model says", f"{told['proposal']['name']} {canonical_json(told['proposal']['arguments'])}")
+    roles = f" ({', '.join(principal['roles'])})" if principal["roles"] else ""
+    yield from _labelled(
+        "host says", f"{told['action']} for {principal['subject_id']} of {principal['tenant_id']}{roles} at {told['now']}; "
+        f"approval {told['approval']}; failure {told['failure']}")
+    yield from _labelled("", f"{context['provider']} {context['api_family']}; response {context['response_id']}; "
+                         f"call {context['call_id']}; operation {context['operation_id']}; key {context['idempotency_key']}")
+    stopped = told["stopped_at"]
+    passed = told["gates"][:-1] if stopped else told["gates"]
+    yield from _labelled("gates passed", " > ".join(passed))
+    if stopped:
+        why = ", ".join(f"{problem['path'] or '/'} {problem['rule']}" for problem in told["violations"])
+        yield from _labelled("STOPPED AT", f"[{stopped}] {step['code']}" + (f": {why}" if why else ""))
+    yield from _labelled("ends", f"{step['status']}; outcome {step['outcome']}; delivery {step['delivery']}; "
+                         f"recovery {step['recovery']}; effects {step['side_effect_count']}")
+    yield from _labelled("digests", "  ".join(
+        f"{name.removesuffix('_sha256').removeprefix('call_')} {value[:12]}.." for name, value in digests.items()))
+    yield from _labelled("provider gets", canonical_json(told["payload"]), most=3)
+
+
+def _labelled(label: str, text: str, most: int = 6) -> Iterator[str]:
+    """Wrap a text beside its label; what does not fit into `most` lines is cut with two dots."""
+    lines = textwrap.wrap(_printable(text), WIDTH - _LABEL, max_lines=most, placeholder="..") or [""]
+    for number, line in enumerate(lines):
+        yield f"  {'' if number else label:<{_LABEL - 2}}{line}"
+
+
+def _printable(text: str) -> str:
+    """Escape what could steer a terminal: control, bidirectional and other invisible characters."""
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
+        for character in text
+    )
+
+
+def _lines(lines: Iterable[str]) -> str:
+    return "".join(_printable(line) + "\n" for line in lines)
+
+
+def _emit(text: str, stream: Any) -> bool:
+    """Write UTF-8 with LF on every platform; a closed pipe ends quietly. Tell whether nothing else went wrong."""
+    if stream is None:
+        return True
+    try:
+        if hasattr(stream, "buffer"):
+            stream.flush()
+            stream.buffer.write(text.encode("utf-8", "backslashreplace"))
+        else:
+            stream.write(text)
+        stream.flush()
+    except OSError as error:
+        # Python flushes once more as it ends: let that go nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        return isinstance(error, BrokenPipeError) or error.errno == errno.EINVAL  # EINVAL: the same on Windows
+    return True
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
