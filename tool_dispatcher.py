@@ -54,6 +54,7 @@ Read on from top to bottom: every name is defined before it is used, in the orde
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import functools
 import hashlib
@@ -62,7 +63,6 @@ import json
 import os
 import pathlib
 import re
-import secrets
 import sys
 import textwrap
 import threading
@@ -76,16 +76,14 @@ from typing import Any, Final, Literal, NamedTuple, NoReturn
 __version__ = "1.0.0"
 
 
-# =====================================================================================================
-# 1. Limits and vocabulary
-# =====================================================================================================
+# ===== 1. Limits and vocabulary =====================================================================
 # Every bound is applied before work is done in proportion to what it bounds.
 
-MAX_LEVELS: Final = 32                  # nesting of any JSON; deep enough for tools, shallow enough for recursion
+MAX_LEVELS: Final = 32                  # nesting of any JSON: enough for tools, little enough to recurse
 MAX_BUDGET: Final = 131_072             # values plus characters that one untrusted Python value may cost
 MAX_SAFE_INTEGER: Final = 2**53 - 1     # the largest integer that every JSON implementation reads alike
 MAX_ARGUMENT_BYTES: Final = 16_384      # canonical UTF-8 of a call's arguments
-MAX_OUTPUT_BYTES: Final = 65_536        # the most that a tool may allow itself, so that a package fits the budget
+MAX_OUTPUT_BYTES: Final = 65_536        # the most a tool may allow itself: its package still fits the budget
 MAX_OUTPUT_LEVELS: Final = MAX_LEVELS - 2   # data stands two levels deep in its package
 MAX_FIXTURE_BYTES: Final = 65_536
 MAX_VIOLATIONS: Final = 16              # in one model-visible error
@@ -149,12 +147,11 @@ def utc_text(now: int) -> str:
     >>> utc_text(1_000)
     '1970-01-01T00:16:40Z'
     """
-    return (_EPOCH + timedelta(seconds=now)).isoformat() + "Z"  # arithmetic: Windows' clock calls end before 9999
+    # Arithmetic, because the clock calls of some platforms end long before the year 9999.
+    return (_EPOCH + timedelta(seconds=now)).isoformat() + "Z"
 
 
-# =====================================================================================================
-# 2. Strict JSON: in and out
-# =====================================================================================================
+# ===== 2. Strict JSON: in and out ===================================================================
 # Two doors lead in, `decode_json` for text and `plain_json` for Python values, and both open onto the same
 # portable domain: null, booleans, safe integers, strings without lone surrogates, arrays, and objects whose
 # keys stay in the Basic Multilingual Plane. Nothing is ever repaired, trimmed, unwrapped or guessed.
@@ -232,14 +229,15 @@ def _unique_members(pairs: list[tuple[str, Any]]) -> JsonObject:
     members = dict(pairs)
     if len(members) != len(pairs):
         raise JsonError("duplicate-key")
-    for name in members:
-        _require_plane(name)
+    if not (names := "".join(members)).isascii():
+        _require_key(names)
     return members
 
 
-def _require_plane(name: str) -> None:
-    """Refuse a key beyond the Basic Multilingual Plane, where code points and UTF-16 units sort differently."""
-    if not name.isascii() and max(name) > "\uffff":
+def _require_key(name: str) -> None:
+    """Refuse a key beyond the Basic Multilingual Plane, where UTF-16 sorts otherwise than code points."""
+    _require_encodable(name)
+    if max(name) > "\uffff":
         raise JsonError("key")
 
 
@@ -280,44 +278,46 @@ def plain_json(value: object) -> Any:
         if left < 0:
             raise JsonError("budget")
 
-    def text(value: str) -> str:
-        spend(len(value))  # before encoding: a huge string is refused by its length alone
-        if not value.isascii():
-            _require_encodable(value)
-        return value
-
-    def key(name: object) -> str:
-        if type(name) is not str:
-            raise JsonError("key")
-        _require_plane(text(name))
-        return name
-
     def copied(value: Any, levels: int) -> Any:
         kind = type(value)
         if kind is str:
-            return text(value)
-        if kind is bool or value is None:
-            return value
-        if kind is int or kind is float:
-            if kind is float or not -MAX_SAFE_INTEGER <= value <= MAX_SAFE_INTEGER:
-                raise JsonError("number")
-            return value
-        if kind is not dict and kind is not list:
-            raise JsonError("type")
-        if not levels:
-            raise JsonError("depth")
-        spend(len(value))  # a container pays for all its members before it looks at one
-        if kind is list:
+            spend(len(value))  # before encoding: a huge string is refused by its length alone
+            if not value.isascii():
+                _require_encodable(value)
+        elif kind is dict or kind is list:
+            if not levels:
+                raise JsonError("depth")
+            spend(len(value))  # a container pays for all its members before it looks at one
+            if kind is dict:
+                return members(value, levels - 1)
             return [copied(item, levels - 1) for item in value]
-        # The tuple is a snapshot: whoever kept the object may be changing it in another thread.
-        return {key(name): copied(item, levels - 1) for name, item in tuple(value.items())}
+        elif kind is int:
+            if not -MAX_SAFE_INTEGER <= value <= MAX_SAFE_INTEGER:
+                raise JsonError("number")
+        elif kind is not bool and value is not None:
+            raise JsonError("number" if kind is float else "type")
+        return value
+
+    def members(value: dict[Any, Any], levels: int) -> JsonObject:
+        copy = {}
+        for name, item in tuple(value.items()):  # a snapshot: its owner may be changing it in another thread
+            if type(name) is not str:
+                raise JsonError("key")
+            spend(len(name))
+            if not name.isascii():
+                _require_key(name)
+            copy[name] = copied(item, levels)
+        return copy
 
     return copied(value, MAX_LEVELS)
 
 
 # On the portable domain this is byte for byte RFC 8785 (JSON Canonicalization Scheme): integers have one
 # spelling, strings one set of escapes, and keys within one plane sort by code point as they do by UTF-16.
-_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, sort_keys=True, separators=(",", ":"))
+_ENCODER = json.JSONEncoder(
+    ensure_ascii=False, allow_nan=False, sort_keys=True, separators=(",", ":"),
+    check_circular=False,  # portable JSON has no cycles
+)
 
 
 def canonical_json(value: Any) -> str:
@@ -338,30 +338,30 @@ def digest(document: Any) -> str:
     return hashlib.sha256(canonical_json(document).encode("utf-8")).hexdigest()
 
 
-def same_json(left: object, right: object) -> bool:
+def same_json(left: Any, right: Any) -> bool:
     """Compare as JSON does: types first, so that `true` is never `1`, then deeply; nothing is ever hashed.
 
     `left` must be JSON; `right` may be any Python value.
     """
-    if type(left) is not type(right):
+    kind = type(left)
+    if kind is not type(right):
         return False
-    if isinstance(left, list) and isinstance(right, list):
+    if kind is list:
         return len(left) == len(right) and all(map(same_json, left, right))
-    if isinstance(left, dict) and isinstance(right, dict):
-        return len(left) == len(right) and all(name in right and same_json(left[name], right[name]) for name in left)
-    return left == right
+    if kind is dict:
+        return len(left) == len(right) and all(
+            name in right and same_json(member, right[name]) for name, member in left.items())
+    return bool(left == right)
 
 
-# =====================================================================================================
-# 3. Contracts: a small JSON Schema checker
-# =====================================================================================================
+# ===== 3. Contracts: a small JSON Schema checker ====================================================
 # A contract is data: a JSON Schema 2020-12 document limited to the keywords below. One predicate per keyword,
 # one table by the type it applies to, one walker that adds the path. The same walker judges fixtures, tool
 # inputs and outputs, provider envelopes, and the contracts themselves.
 
 
 class Problem(NamedTuple):
-    """One broken rule: a JSON Pointer (RFC 6901), the rule's name, and a message made from the contract alone."""
+    """One broken rule: a JSON Pointer (RFC 6901), the rule's name, a message made from the contract alone."""
 
     path: str
     rule: str
@@ -375,22 +375,30 @@ class ContractError(ValueError):
 _TYPES: Final[dict[str, type]] = {
     "null": type(None), "boolean": bool, "integer": int, "string": str, "array": list, "object": dict,
 }
+_TYPE_NAMES: Final = {kind: name for name, kind in _TYPES.items()}
 _FORMATS: Final[dict[str, Callable[[str], bool]]] = {"identifier": is_identifier, "utc-second": is_utc_second}
 
 Predicate = Callable[[Any, Any], bool]      # (what the keyword says, the value) -> does it hold?
 
-_ANY: Final[tuple[tuple[str, Predicate], ...]] = (
-    ("const", same_json),
-    ("enum", lambda options, value: any(same_json(option, value) for option in options)),
-)
+
+def _is_one_of(options: list[Any], value: Any) -> bool:
+    return any(same_json(option, value) for option in options)
+
+
+@functools.lru_cache(maxsize=256)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(pattern, re.ASCII)
+
+
+_ANY: Final[tuple[tuple[str, Predicate], ...]] = (("const", same_json), ("enum", _is_one_of))
 # In order of evaluation: lengths first, so that no pattern is ever tried on a text that is too long.
 _CHECKS: Final[dict[type, tuple[tuple[str, Predicate], ...]]] = {
     str: (
         ("minLength", lambda limit, text: len(text) >= limit),  # lengths count code points
         ("maxLength", lambda limit, text: len(text) <= limit),
         *_ANY,
-        # `fullmatch` closes the hole of `$`, which also matches before a trailing line break.
-        ("pattern", lambda pattern, text: re.fullmatch(pattern, text, re.ASCII) is not None),
+        # `fullmatch`, because the `$` of `match` also stands before a trailing line break.
+        ("pattern", lambda pattern, text: _compiled(pattern).fullmatch(text) is not None),
         ("format", lambda name, text: _FORMATS[name](text)),
     ),
     int: (
@@ -417,105 +425,108 @@ def validate(schema: Mapping[str, Any], value: object) -> list[Problem]:
     [('', 'maxLength')]
     """
     found: list[Problem] = []
-    _walk(schema, value, "", found)
+    _walk(schema, value, (), found)
     return found
 
 
-def _walk(schema: Mapping[str, Any], value: Any, path: str, found: list[Problem]) -> None:
-    if not _has_type(schema.get("type"), value):
-        found.append(_problem(path, "type", schema.get("type", "object")))
+Tokens = tuple[str | int, ...]      # a path on the way: its text is made only where a problem needs it
+
+
+def pointer(tokens: Tokens) -> str:
+    """Write reference tokens as a JSON Pointer (RFC 6901, section 3).
+
+    >>> pointer(("cases", 0, "a/b"))
+    '/cases/0/a~1b'
+    """
+    return "".join("/" + str(token).replace("~", "~0").replace("/", "~1") for token in tokens)
+
+
+def _walk(schema: Mapping[str, Any], value: Any, path: Tokens, found: list[Problem]) -> None:
+    kind = type(value)
+    name = _TYPE_NAMES.get(kind)  # exact types: `true` is no integer, a tuple no array
+    expected = schema.get("type", name)
+    if name != expected and (type(expected) is str or name not in expected):
+        found.append(_problem(path, "type", expected))
         return
-    for keyword, holds in _CHECKS.get(type(value), _ANY):
+    for keyword, holds in _CHECKS.get(kind, _ANY):
         if keyword in schema and not holds(schema[keyword], value):
             found.append(_problem(path, keyword, schema[keyword]))
             if keyword in _LENGTHS:
                 return
-    if type(value) is dict:
+    if kind is dict:
         _walk_object(schema, value, path, found)
-    elif type(value) is list and "items" in schema:
+    elif kind is list and "items" in schema:
         for index, item in enumerate(value):
-            _walk(schema["items"], item, f"{path}/{index}", found)
+            _walk(schema["items"], item, (*path, index), found)
 
 
-def _has_type(names: str | list[str] | None, value: object) -> bool:
-    """Tell whether one of the named types is the value's exact type: `true` is no integer, a tuple no array."""
-    if type(value) is dict and not all(type(name) is str for name in value):
-        return False  # no JSON object, and looking a field up would run a stranger's code
-    if type(names) is str:
-        return type(value) is _TYPES[names]
-    return names is None or any(type(value) is _TYPES[name] for name in names)
-
-
-def _walk_object(schema: Mapping[str, Any], value: JsonObject, path: str, found: list[Problem]) -> None:
-    declared = schema.get("properties", {})
-    for name in schema.get("required", ()):
-        if name not in value:
-            found.append(_problem(_pointer(path, name), "required", True))
-    if schema.get("additionalProperties") is False and not value.keys() <= declared.keys():
-        found.append(_problem(path, "additionalProperties", False))
-    for name, inner in declared.items():
+def _walk_object(schema: Mapping[str, Any], value: JsonObject, path: Tokens, found: list[Problem]) -> None:
+    for name in value:
+        if type(name) is not str:  # no JSON object; looking a field up could run a stranger's code
+            found.append(_problem(path, "type", "object"))
+            return
+    undeclared = len(value)
+    for name, inner in schema.get("properties", {}).items():
         if name in value:
-            _walk(inner, value[name], _pointer(path, name), found)
+            undeclared -= 1
+            _walk(inner, value[name], (*path, name), found)
+        elif name in schema.get("required", ()):
+            found.append(_problem((*path, name), "required", True))
+    if undeclared and "additionalProperties" in schema:
+        found.append(_problem(path, "additionalProperties", False))
 
 
-def _problem(path: str, rule: str, limit: object) -> Problem:
-    return Problem(path, rule, f"must satisfy {rule} {canonical_json(limit)}")
+def _problem(path: Tokens, rule: str, limit: object) -> Problem:
+    return Problem(pointer(path), rule, f"must satisfy {rule} {canonical_json(limit)}")
 
 
-def _pointer(path: str, name: str) -> str:
-    """Append one reference token to a JSON Pointer (RFC 6901, section 3)."""
-    return f"{path}/{name.replace('~', '~0').replace('/', '~1')}"
+def open_object(**properties: JsonObject) -> JsonObject:
+    """Write the contract of an object that has these fields and any others: for what strangers send."""
+    return {"type": "object", "properties": properties, "required": [*properties]}
 
 
 def closed_object(**properties: JsonObject) -> JsonObject:
     """Write the contract of an object that has exactly these fields."""
-    return {
-        "type": "object", "properties": properties, "required": [*properties], "additionalProperties": False,
-    }
+    return {**open_object(**properties), "additionalProperties": False}
+
+
+def nullable(contract: JsonObject) -> JsonObject:
+    """Let a contract with a type accept `null` too."""
+    return {**contract, "type": [contract["type"], "null"]}
 
 
 IDENTIFIER: Final[JsonObject] = {"type": "string", "format": "identifier"}
-OPTIONAL_IDENTIFIER: Final[JsonObject] = {"type": ["string", "null"], "format": "identifier"}
 UTC_SECOND: Final[JsonObject] = {"type": "string", "format": "utc-second"}
-_COUNT: Final[JsonObject] = {"type": "integer", "minimum": 0}
-_PROSE: Final[JsonObject] = {"type": "string", "maxLength": 1024}
 
 # The contract of a contract: the checker checks its own documents first. An unknown keyword is refused as an
 # undeclared field, for a misspelt bound is a hole. A pattern holds no alternation, because `^a|b$` is open on
 # two sides; write a literal bar as \x7c.
-_KEYWORDS: Final[JsonObject] = {
-    "title": _PROSE,
-    "description": _PROSE,
-    "type": {"type": ["string", "array"], "minLength": 1, "minItems": 1, "items": {"enum": [*_TYPES]}},
-    "const": {},
-    "enum": {"type": "array", "minItems": 1},
-    "minLength": _COUNT,
-    "maxLength": _COUNT,
+_PROSE: Final[JsonObject] = {"type": "string", "maxLength": 1024}
+_COUNT: Final[JsonObject] = {"type": "integer", "minimum": 0}
+_SCHEMA_CONTRACT: Final[JsonObject] = {"type": "object", "additionalProperties": False, "properties": {
+    "title": _PROSE, "description": _PROSE,
+    "minLength": _COUNT, "maxLength": _COUNT, "minItems": _COUNT, "maxItems": _COUNT,
+    "minimum": {"type": "integer"}, "maximum": {"type": "integer"},
+    "type": {"type": ["string", "array"], "minItems": 1, "items": {"enum": [*_TYPES]}},
+    "const": {}, "enum": {"type": "array", "minItems": 1},
+    "items": {"type": "object"}, "properties": {"type": "object"},
     "pattern": {"type": "string", "pattern": r"^\^[^|]*\$$"},
     "format": {"enum": [*_FORMATS]},
-    "minimum": {"type": "integer"},
-    "maximum": {"type": "integer"},
-    "minItems": _COUNT,
-    "maxItems": _COUNT,
-    "items": {"type": "object"},
-    "properties": {"type": "object"},
     "required": {"type": "array", "items": {"type": "string"}},
     "additionalProperties": {"const": False},
-}
-_SCHEMA_CONTRACT: Final[JsonObject] = {"type": "object", "properties": _KEYWORDS, "additionalProperties": False}
-_KEYWORDS_OF_TYPE: Final[dict[str, set[str]]] = {
-    name: {keyword for keyword, _ in _CHECKS.get(kind, ())} for name, kind in _TYPES.items()
-}
-_KEYWORDS_OF_TYPE["array"].add("items")
-_KEYWORDS_OF_TYPE["object"] |= {"properties", "required", "additionalProperties"}
+}}
 _KEYWORDS_OF_ALL: Final = frozenset({"title", "description", "type", "const", "enum"})
+_KEYWORDS_OF_TYPE: Final[dict[str, set[str]]] = {
+    "array": {"items"}, "object": {"properties", "required", "additionalProperties"},
+}
 
 # Names that a contract may not declare, found anywhere in a normalized name: what only the host may say
 # (invariant 3) in an input, what would leak or pose as control data (invariant 8) in an output.
 _CONTROL_NAMES: Final = "callid|operationid|idempotencykey|statusref|sha256"
+_SENSITIVE_NAMES: Final = "authorization|apikey|token|secret|passw|cookie|credential|privatekey"
 _FORBIDDEN_NAMES: Final = {
-    "input": re.compile("tenant|subject|principal|approval|approver|" + _CONTROL_NAMES),
-    "output": re.compile("authorization|apikey|token|secret|passw|cookie|credential|privatekey|" + _CONTROL_NAMES),
+    "input": re.compile(f"tenant|subject|principal|approval|approver|{_CONTROL_NAMES}"),
+    "output": re.compile(f"{_SENSITIVE_NAMES}|{_CONTROL_NAMES}"),
 }
 _NOT_ALPHANUMERIC = re.compile(r"[^a-z0-9]+")
 
@@ -530,27 +541,32 @@ def is_forbidden_name(name: str, role: str) -> bool:
     return role in _FORBIDDEN_NAMES and _FORBIDDEN_NAMES[role].search(plain) is not None
 
 
-def require_schema(schema: object, *, role: Literal["data", "input", "output"] = "data") -> None:
-    """Raise `ContractError` unless every keyword is enforced and every node is bounded and closed.
+def require_schema(schema: object, *, role: Literal["data", "input", "output"] = "data") -> JsonObject:
+    """Return a copy of a sound contract: every keyword is enforced, every node bounded and closed.
 
     An `input` may hold nothing open and no name that only the host may say; an `output` may hold an open
-    object (its names are scanned in each result) but declare no sensitive name.
+    object (its names are scanned in each result) but declare no sensitive name. Raises `ContractError`.
     """
-    for path, complaint in _complaints(schema, "", role):
-        raise ContractError(f"contract at {path or '/'}: {complaint}")
+    try:
+        copy: JsonObject = plain_json(schema)
+    except JsonError as error:
+        raise ContractError(str(error)) from None
+    for path, complaint in _complaints(copy, (), role):
+        raise ContractError(f"contract at {pointer(path) or '/'}: {complaint}")
+    return copy
 
 
-def _complaints(schema: Any, path: str, role: str) -> Iterator[tuple[str, str]]:
-    """Yield what is wrong with one node and all below it; a node that is misshapen is looked at no further."""
+def _complaints(schema: Any, path: Tokens, role: str) -> Iterator[tuple[Tokens, str]]:
+    """Yield what is wrong with a node and all below it; a misshapen node is looked at no further."""
     problems = validate(_SCHEMA_CONTRACT, schema)
     if problems:
-        yield from ((path + problem.path, problem.message) for problem in problems)
+        yield from (((*path, *problem.path.split("/")[1:]), problem.message) for problem in problems)
         return
     names = [schema["type"]] if isinstance(schema.get("type"), str) else schema.get("type", [])
-    if not set(names) <= _TYPES.keys() or not schema.keys() & {"type", "const", "enum"}:
+    if not {*names} <= _TYPES.keys() or not schema.keys() & {"type", "const", "enum"}:
         yield path, "must name known types, a constant or an enumeration"
         return
-    if not schema.keys() <= _KEYWORDS_OF_ALL.union(*(_KEYWORDS_OF_TYPE[name] for name in names)):
+    if not schema.keys() <= _KEYWORDS_OF_ALL.union(*map(_keywords_of, names)):
         yield path, "has a keyword that is not enforced for its type"
     if "string" in names and not schema.keys() & {"maxLength", "enum", "const", "format"}:
         yield path, "needs maxLength, enum, const or format"
@@ -562,23 +578,28 @@ def _complaints(schema: Any, path: str, role: str) -> Iterator[tuple[str, str]]:
         yield from _object_complaints(schema, path, role)
 
 
+def _keywords_of(name: str) -> set[str]:
+    """Return the keywords that are enforced for one type."""
+    return _KEYWORDS_OF_TYPE.get(name, set()).union(keyword for keyword, _ in _CHECKS.get(_TYPES[name], ()))
+
+
 def _compiles(pattern: str) -> bool:
     try:
-        return bool(re.compile(pattern, re.ASCII))
+        return bool(_compiled(pattern))
     except re.error:
         return False
 
 
-def _array_complaints(schema: JsonObject, path: str, role: str) -> Iterator[tuple[str, str]]:
+def _array_complaints(schema: JsonObject, path: Tokens, role: str) -> Iterator[tuple[Tokens, str]]:
     if "maxItems" not in schema:
         yield path, "needs maxItems"
     if "items" in schema:
-        yield from _complaints(schema["items"], path + "/items", role)
+        yield from _complaints(schema["items"], (*path, "items"), role)
     elif role == "input":
         yield path, "must say what its items are"
 
 
-def _object_complaints(schema: JsonObject, path: str, role: str) -> Iterator[tuple[str, str]]:
+def _object_complaints(schema: JsonObject, path: Tokens, role: str) -> Iterator[tuple[Tokens, str]]:
     if "properties" not in schema:
         if role == "input" or schema.keys() & {"required", "additionalProperties"}:
             yield path, "must list its properties"
@@ -587,21 +608,18 @@ def _object_complaints(schema: JsonObject, path: str, role: str) -> Iterator[tup
     if "additionalProperties" not in schema or sorted(schema.get("required", [])) != sorted(names):
         yield path, "must be closed and require each of its properties"
     for name, inner in names.items():
-        where = _pointer(path + "/properties", name)
+        where = (*path, "properties", name)
         if is_forbidden_name(name, role):
             yield where, "bears a name that is not this contract's to declare"
         yield from _complaints(inner, where, role)
 
 
-# =====================================================================================================
-# 4. The error catalog
-# =====================================================================================================
+# ===== 4. The error catalog =========================================================================
 # Every error that a model can see is one row. Nothing of it is free text, so all of it is recomputed when a
 # result is validated.
 
 
-@dataclass(frozen=True)
-class ErrorPolicy:
+class ErrorPolicy(NamedTuple):
     """One row: how an ending is classified and what may be done about it.
 
     `outcome` speaks of effects: `not_started` says that this call began none, and nothing of earlier calls.
@@ -670,9 +688,7 @@ class Refused(Exception):
         self.foreign = False  # set where somebody other than a gate raised it
 
 
-# =====================================================================================================
-# 5. Who asks and what was proposed
-# =====================================================================================================
+# ===== 5. Who asks and what was proposed ============================================================
 # The host's values check themselves when they are made: one that exists is well formed (invariant 3).
 
 
@@ -775,11 +791,15 @@ class ToolCall:
 
 
 def malformed(reason: str, given: object = None) -> Malformed:
-    """Describe unreadable arguments by the digest of the provider's text, or of the reason where there is none.
+    """Describe unreadable arguments by the digest of the provider's text, or of an object's canonical form.
 
-    A text counts up to `MAX_BUDGET` characters: hashing must not cost more than reading would have.
+    Where there is neither, the reason is digested. A text counts up to `MAX_BUDGET` characters: hashing must
+    not cost more than reading would have.
     """
     text = given[:MAX_BUDGET] if type(given) is str else canonical_json(reason)
+    if type(given) is dict:
+        with contextlib.suppress(JsonError):
+            text = canonical_json(plain_json(given))
     return Malformed(reason, hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest())
 
 
@@ -792,7 +812,7 @@ def bind_tool_call(proposal: ModelProposal, context: ExecutionContext) -> ToolCa
     """
     _require_host(type(proposal) is ModelProposal, "proposal")
     _require_host(type(context) is ExecutionContext, "context")
-    name = proposal.name if isinstance(proposal.name, str) and is_identifier(proposal.name) else MALFORMED_NAME
+    name: Any = proposal.name if is_identifier(proposal.name) else MALFORMED_NAME
     return ToolCall(name, _fixed_arguments(proposal.arguments), context)
 
 
@@ -806,16 +826,14 @@ def _fixed_arguments(arguments: object) -> str | Malformed:
     return text if len(text.encode("utf-8")) <= MAX_ARGUMENT_BYTES else malformed("size", text)
 
 
-# =====================================================================================================
-# 6. Tools
-# =====================================================================================================
+# ===== 6. Tools =====================================================================================
 # What a tool's author writes. The author is trusted to be honest, not to be right: every answer is judged,
 # every exception is caught at the call that raised it, and no text of either reaches a package.
 
 
 @dataclass(frozen=True)
 class Revisions:
-    """The labels under which an author publishes each part of a tool: promises, where the digest is evidence."""
+    """The labels under which an author publishes the parts of a tool: promises; the digest is evidence."""
 
     input_schema: str
     output_schema: str
@@ -931,7 +949,7 @@ class ToolSpec:
 
     @functools.cached_property
     def contract(self) -> JsonObject:
-        """The tool contract as an audit shows it. The digest changes with the schemas, whatever the labels say."""
+        """The tool contract as an audit shows it; its digest follows the schemas, whatever the labels say."""
         contract_sha256 = digest({
             "kind": "tool-contract", "name": self.name, "risk": self.risk, "echoes": dict(self.echoes),
             "input_schema": self.input_schema, "output_schema": self.output_schema,
@@ -992,46 +1010,40 @@ def _registered(spec: ToolSpec) -> ToolSpec:
     """Return the registry's own copy of a sound tool."""
     if type(spec) is not ToolSpec or type(spec.revisions) is not Revisions:
         raise ContractError("a registry takes ToolSpec with Revisions")
+    if not isinstance(spec.echoes, Mapping):
+        raise ContractError("echoes map output fields to arguments")
     described = {name: getattr(spec, name) for name in _SPEC_CONTRACT["properties"]}
     for problem in validate(_SPEC_CONTRACT, {**described, "revisions": vars(spec.revisions)}):
         raise ContractError(f"tool at {problem.path}: {problem.message}")
-    if not isinstance(spec.echoes, Mapping):
-        raise ContractError(f"tool {spec.name}: echoes map output fields to arguments")
-    try:
-        schemas = plain_json({"input_schema": spec.input_schema, "output_schema": spec.output_schema})
-        echoes = plain_json(dict(spec.echoes))
-    except JsonError as error:
-        raise ContractError(f"tool {spec.name}: {error}") from None
-    copy = replace(spec, **schemas, echoes=MappingProxyType(echoes))
-    _require_schemas(copy)
-    _require_callables(copy)
+    _require_callables(spec)
+    copy = replace(
+        spec, echoes=MappingProxyType(dict(spec.echoes)),
+        input_schema=require_schema(spec.input_schema, role="input"),
+        output_schema=require_schema(spec.output_schema, role="output"),
+    )
+    if [copy.input_schema.get("type"), copy.output_schema.get("type")] != ["object", "object"]:
+        raise ContractError(f"tool {spec.name}: arguments and data are objects")
+    for pair in copy.echoes.items():
+        declared = copy.output_schema.get("properties", {}), copy.input_schema["properties"]
+        if not all(type(name) is str and name in names for name, names in zip(pair, declared, strict=True)):
+            raise ContractError(f"tool {spec.name}: an echo names a field that is not declared")
     return copy
 
 
-def _require_schemas(spec: ToolSpec) -> None:
-    require_schema(spec.input_schema, role="input")
-    require_schema(spec.output_schema, role="output")
-    if [spec.input_schema.get("type"), spec.output_schema.get("type")] != ["object", "object"]:
-        raise ContractError(f"tool {spec.name}: arguments and data are objects")
-    arguments, data = spec.input_schema["properties"], spec.output_schema.get("properties", {})
-    for output_name, input_name in spec.echoes.items():
-        if type(input_name) is not str or input_name not in arguments or output_name not in data:
-            raise ContractError(f"tool {spec.name}: an echo names a field that is not declared")
-
-
 def _require_callables(spec: ToolSpec) -> None:
-    if not callable(spec.find_resource) or not callable(spec.handler):
-        raise ContractError(f"tool {spec.name}: find_resource and handler must be callable")
-    if not (spec.rules is None or callable(spec.rules)):
-        raise ContractError(f"tool {spec.name}: rules must be callable")
-    if callable(spec.find_receipt) != spec.writes or (spec.find_receipt is not None) != spec.writes:
+    given = [spec.find_resource, spec.handler, *(f for f in (spec.find_receipt, spec.rules) if f is not None)]
+    if not all(map(callable, given)):
+        raise ContractError(f"tool {spec.name}: find_resource, handler, find_receipt and rules are callables")
+    if (spec.find_receipt is not None) != spec.writes:
         raise ContractError(f"tool {spec.name}: a write needs find_receipt, a read has none")
 
 
-# =====================================================================================================
-# 7. One invocation and its digests
-# =====================================================================================================
+# ===== 7. One invocation and its digests ============================================================
 # Each digest document but the result's names its `kind`, so that no two can be confused.
+
+
+Scope = tuple[str, str, str, str | None]    # tenant, subject, tool, idempotency key
+Matter = tuple[str, str, str, str]          # tenant, subject, tool, canonical arguments
 
 
 @dataclass(frozen=True)
@@ -1048,8 +1060,8 @@ class Invocation:
 
     def __post_init__(self) -> None:
         _require_host(type(self.principal) is Principal and type(self.call) is ToolCall, "principal or call")
-        fits = self.spec is None or type(self.spec) is ToolSpec and self.spec.name == self.call.name
-        _require_host(fits, "tool")
+        _require_host(self.spec is None or type(self.spec) is ToolSpec, "tool")
+        _require_host(self.spec is None or self.spec.name == self.call.name, "tool")
 
     @property
     def tool(self) -> ToolSpec:
@@ -1063,8 +1075,13 @@ class Invocation:
         return self.spec.contract if self.spec else _UNREGISTERED_CONTRACT
 
     def arguments(self) -> Any:
-        """Return a fresh copy of the arguments; only of a call that is not malformed."""
+        """Decode a fresh copy of the arguments: one for each of the tool author's callables."""
         return json.loads(str(self.call.arguments))
+
+    @functools.cached_property
+    def checked_arguments(self) -> Any:
+        """The copy that only the dispatcher looks at."""
+        return self.arguments()
 
     @functools.cached_property
     def input_verdict(self) -> tuple[str, tuple[Problem, ...]]:
@@ -1073,7 +1090,7 @@ class Invocation:
             return "UNKNOWN_TOOL", ()
         if isinstance(self.call.arguments, Malformed):
             return "INVALID_ARGUMENTS", (Problem("", self.call.arguments.reason, "could not be read"),)
-        problems = validate(self.spec.input_schema, self.arguments())
+        problems = validate(self.spec.input_schema, self.checked_arguments)
         if problems or self.spec.rules is None:
             return "INVALID_ARGUMENTS" if problems else "OK", tuple(problems)
         answer, error = _attempt(self.spec.rules, self.arguments())
@@ -1083,118 +1100,104 @@ class Invocation:
 
     @property
     def violations(self) -> list[JsonObject]:
-        """What a model may know about its bad arguments: declared paths and rule names, never its own text."""
+        """What a model may know about its bad arguments: declared paths and rules, never its own text."""
         problems = self.input_verdict[1][:MAX_VIOLATIONS]
         return [{"path": problem.path, "rule": problem.rule} for problem in problems]
 
     @functools.cached_property
     def request_sha256(self) -> str:
-        """Bind the business intent: who wants which tool to do what. The key only names it, so it is not here."""
+        """Bind the business intent: who wants which tool to do what. The key only names it: it stays out."""
         arguments, contract = self.call.arguments, self.contract
         return digest({
-            "kind": "request",
-            "tenant_id": self.principal.tenant_id,
-            "subject_id": self.principal.subject_id,
+            "kind": "request", "tenant_id": self.principal.tenant_id, "subject_id": self.principal.subject_id,
             "tool": self.call.name,
             "arguments": vars(arguments) if isinstance(arguments, Malformed) else arguments,
-            "input_schema": contract["input_schema"],
-            "output_schema": contract["output_schema"],
-            "effect": contract["effect"],
+            **{name: contract[name] for name in ("input_schema", "output_schema", "effect")},
         })
 
     @property
     def identity_sha256(self) -> str:
         """The provider's call identity: the same ids under another principal are another call."""
-        context, profile = self.call.context, self.call.context.profile
+        context = self.call.context
         return digest({
             "kind": "call-identity",
-            "tenant_id": self.principal.tenant_id,
-            "subject_id": self.principal.subject_id,
-            "profile": vars(profile),
-            "response_id": context.response_id,
-            "call_id": context.call_id,
+            "tenant_id": self.principal.tenant_id, "subject_id": self.principal.subject_id,
+            "profile": vars(context.profile), "response_id": context.response_id, "call_id": context.call_id,
         })
 
     def fingerprint_sha256(self, purpose: Purpose) -> str:
         """What one call identity stands for, for good: one request, one operation, one key, one purpose."""
+        context = self.call.context
         return digest({
-            "kind": "call-fingerprint",
-            "operation_id": self.call.context.operation_id,
-            "idempotency_key": self.call.context.idempotency_key,
-            "purpose": purpose,
-            "request_sha256": self.request_sha256,
+            "kind": "call-fingerprint", "purpose": purpose, "request_sha256": self.request_sha256,
+            "operation_id": context.operation_id, "idempotency_key": context.idempotency_key,
         })
 
     @property
-    def scope(self) -> tuple[str, str, str, str | None]:
+    def scope(self) -> Scope:
         """The room in which at most one effect happens (invariant 6)."""
-        return self.principal.tenant_id, self.principal.subject_id, self.call.name, self.call.context.idempotency_key
+        principal = self.principal
+        return principal.tenant_id, principal.subject_id, self.call.name, self.call.context.idempotency_key
 
     @property
-    def matter(self) -> tuple[str, str, str, str]:
+    def matter(self) -> Matter:
         """The same wish under any key or revision: an unresolved outcome blocks all of it."""
         return self.principal.tenant_id, self.principal.subject_id, self.call.name, str(self.call.arguments)
 
     @property
     def intent(self) -> tuple[str, ...]:
         """What a replay must share with the call that took effect."""
-        contract = self.contract
-        return (
-            self.request_sha256, *vars(self.call.context.profile).values(), contract["output_schema"],
-            contract["effect"], contract["handler"], contract["producer"], contract["contract_sha256"],
-        )
+        bound = ("output_schema", "effect", "handler", "producer", "contract_sha256")
+        profile = vars(self.call.context.profile).values()
+        return self.request_sha256, *profile, *(self.contract[name] for name in bound)
 
     @functools.cached_property
     def idempotency_ref(self) -> str | None:
         """The digest that stands for the idempotency scope in an audit; `None` without a key."""
         tenant_id, subject_id, tool, key = self.scope
-        if key is None:
-            return None
-        return "sha256:" + digest({
+        return None if key is None else "sha256:" + digest({
             "kind": "idempotency-scope",
             "tenant_id": tenant_id, "subject_id": subject_id, "tool": tool, "idempotency_key": key,
         })
 
     @functools.cached_property
     def status_ref(self) -> str | None:
-        """Where a write's outcome is found again: a locator, not a secret. `None` for all but a write with a key."""
+        """Where a write's outcome is found again: a locator, no secret. `None` but for a write with a key."""
         if self.idempotency_ref is None or self.spec is None or not self.spec.writes:
             return None
         return "status_" + digest({
             "kind": "status-reference",
-            "idempotency_ref": self.idempotency_ref,
-            "request_sha256": self.request_sha256,
+            "idempotency_ref": self.idempotency_ref, "request_sha256": self.request_sha256,
         })[:32]
-
-
-_RULE_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
 
 
 def _are_declared_problems(answer: object, schema: JsonObject) -> bool:
     """Tell whether a tool's rules answered with problems that hold no text of the model's own."""
     return type(answer) is list and all(
-        type(problem) is Problem
-        and type(problem.rule) is str and _RULE_NAME.fullmatch(problem.rule) is not None
-        and type(problem.path) is str and _is_declared_path(problem.path, schema)
+        type(problem) is Problem and type(problem.path) is str and type(problem.rule) is str
+        and _RULE_NAME.fullmatch(problem.rule) is not None and _is_declared_path(problem.path, schema)
         for problem in answer
     )
 
 
+_RULE_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
+
+
 def _is_declared_path(path: str, schema: JsonObject) -> bool:
     """Tell whether a JSON Pointer leads only through declared fields and array indexes."""
-    if not path:
-        return True
-    for name, inner in schema.get("properties", {}).items():
-        here = _pointer("", name)
-        if (path + "/").startswith(here + "/"):
-            return _is_declared_path(path[len(here):], inner)
-    index = re.match(r"/(0|[1-9][0-9]{0,5})(?=/|$)", path, re.ASCII)
-    return index is not None and "items" in schema and _is_declared_path(path[index.end():], schema["items"])
+    first, *tokens = path.split("/")
+    for token in tokens:
+        name = token.replace("~1", "/").replace("~0", "~")
+        if name in schema.get("properties", {}):
+            schema = schema["properties"][name]
+        elif "items" in schema and re.fullmatch("0|[1-9][0-9]{0,5}", token):
+            schema = schema["items"]
+        else:
+            return False
+    return first == ""
 
 
-# =====================================================================================================
-# 8. Approvals
-# =====================================================================================================
+# ===== 8. Approvals =================================================================================
 
 
 @dataclass(frozen=True)
@@ -1208,9 +1211,7 @@ class Approval:
 
     def public(self) -> JsonObject:
         """The part that an audit keeps."""
-        return {
-            "approval_id": self.approval_id, "approver_id": self.approver_id, "expires_at": self.expires_at,
-        }
+        return {name: getattr(self, name) for name in _APPROVAL_FIELDS}
 
 
 _APPROVAL_FIELDS: Final[JsonObject] = {
@@ -1241,7 +1242,7 @@ class ApprovalAuthority:
         self, invocation: Invocation, resource: Resource | None, *,
         approver_id: str, expires_at: int, approval_id: str,
     ) -> Approval:
-        """Sign consent to one call in one resource state. It signs what it is given: `verify` alone judges."""
+        """Sign consent to one call in one resource state. It signs what it is given: only `verify` judges."""
         unsigned = Approval(approval_id, approver_id, expires_at, mac="")
         return replace(unsigned, mac=self._mac(unsigned, invocation, resource))
 
@@ -1273,16 +1274,11 @@ class ApprovalAuthority:
     def _mac(self, approval: Approval, invocation: Invocation, resource: object) -> str:
         context = invocation.call.context
         document = {
-            "kind": "approval",
-            "profile": vars(context.profile),
-            "response_id": context.response_id,
-            "call_id": context.call_id,
-            "operation_id": context.operation_id,
-            "idempotency_key": context.idempotency_key,
-            "request_sha256": invocation.request_sha256,
-            "tool_contract": invocation.contract,
+            "kind": "approval", "approval": approval.public(),
+            "profile": vars(context.profile), "response_id": context.response_id, "call_id": context.call_id,
+            "operation_id": context.operation_id, "idempotency_key": context.idempotency_key,
+            "request_sha256": invocation.request_sha256, "tool_contract": invocation.contract,
             "resource_revision": resource.revision if isinstance(resource, Resource) else None,
-            "approval": approval.public(),
         }
         return hmac.digest(self._key, canonical_json(document).encode("utf-8"), "sha256").hex()
 
@@ -1292,9 +1288,7 @@ def is_resource(answer: object) -> bool:
     return type(answer) is Resource and not validate(_RESOURCE_CONTRACT, vars(answer))
 
 
-# =====================================================================================================
-# 9. Results: the two projections, built and rebuilt
-# =====================================================================================================
+# ===== 9. Results: the two projections, built and rebuilt ===========================================
 # One function builds every package from an invocation and the few facts that it cannot supply. Validation
 # takes those facts out of a package, vets them, builds again and compares: the rebuilt package is the schema.
 
@@ -1307,8 +1301,7 @@ class ResultContractError(ValueError):
         self.problems = problems
 
 
-@dataclass(frozen=True)
-class Evidence:
+class Evidence(NamedTuple):
     """What a downstream answered, after it passed its contract. Immutable: the data is canonical text."""
 
     data_json: str
@@ -1318,9 +1311,8 @@ class Evidence:
     receipt_id: str | None
 
 
-@dataclass(frozen=True)
-class Ending:
-    """All that a package tells beyond its invocation. `code` is `OK` (then there is evidence) or a catalog code.
+class Ending(NamedTuple):
+    """All that a package tells beyond its invocation. `code` is `OK`, with evidence, or a catalog code.
 
     `status_ref` counts only for OUTCOME_UNKNOWN, whose unresolved operation another key may own.
     """
@@ -1351,21 +1343,15 @@ def _model_result(invocation: Invocation, ending: Ending) -> JsonObject:
         "data": json.loads(evidence.data_json) if evidence else None,
         "error": None if policy is SUCCESS else _model_error(policy, invocation),
         "execution": {
-            "outcome": policy.outcome, "delivery": ending.delivery, "complete": True, "truncated": False,
-        },
+            "outcome": policy.outcome, "delivery": ending.delivery, "complete": True, "truncated": False},
         "provenance": _provenance(invocation, evidence, ending.recorded_at),
     }
 
 
 def _model_error(policy: ErrorPolicy, invocation: Invocation) -> JsonObject:
-    return {
-        "code": policy.code,
-        "category": policy.category,
-        "safe_message": policy.safe_message,
-        "recovery": policy.recovery,
-        "retry_after_ms": policy.retry_after_ms,
-        "violations": invocation.violations if policy.code == "INVALID_ARGUMENTS" else [],
-    }
+    shown = {name: getattr(policy, name) for name in (
+        "code", "category", "safe_message", "recovery", "retry_after_ms")}
+    return {**shown, "violations": invocation.violations if policy.code == "INVALID_ARGUMENTS" else []}
 
 
 def _provenance(invocation: Invocation, evidence: Evidence | None, recorded_at: str) -> JsonObject:
@@ -1394,8 +1380,7 @@ def _protected_audit(invocation: Invocation, ending: Ending, result_sha256: str)
         "idempotency_ref": invocation.idempotency_ref,
         "recorded_at": ending.recorded_at,
         "provider_context": {
-            **vars(context.profile), "response_id": context.response_id, "call_id": context.call_id,
-        },
+            **vars(context.profile), "response_id": context.response_id, "call_id": context.call_id},
         "tool_contract": dict(invocation.contract),
         "approval": ending.approval,
         "downstream": {
@@ -1408,11 +1393,8 @@ def _protected_audit(invocation: Invocation, ending: Ending, result_sha256: str)
     }
     # The third digest binds the whole audit but itself, and the plain values behind the audit's references.
     audit["binding"]["call_binding_sha256"] = digest({
-        "kind": "call-binding",
-        "tenant_id": principal.tenant_id,
-        "subject_id": principal.subject_id,
-        "idempotency_key": context.idempotency_key,
-        "audit": audit,
+        "kind": "call-binding", "audit": audit, "idempotency_key": context.idempotency_key,
+        "tenant_id": principal.tenant_id, "subject_id": principal.subject_id,
     })
     return audit
 
@@ -1456,61 +1438,60 @@ def _evidence(invocation: Invocation, document: JsonObject) -> tuple[Evidence | 
     problems = validate(spec.result_contract, document)
     if problems:
         return None, problems
-    data, arguments = document["data"], invocation.arguments()
+    data, arguments = document["data"], invocation.checked_arguments
     problems = [
-        *(_problem(_pointer("/data", name), "echo", argument) for name, argument in spec.echoes.items()
-          if not same_json(arguments[argument], data[name])),
-        *(Problem("/data", "name", "must hold no sensitive name") for _ in _forbidden_names(data)),
-    ][:MAX_VIOLATIONS]
+        _problem(("data", name), "echo", argument) for name, argument in spec.echoes.items()
+        if not same_json(arguments[argument], data[name])
+    ]
+    names: set[str] = set()
+    if _survey(data, names) > spec.max_output_depth:
+        problems.append(_problem(("data",), "depth", spec.max_output_depth))
+    if any(is_forbidden_name(name, "output") for name in names):
+        problems.append(Problem("/data", "name", "must hold no sensitive name"))
     text = canonical_json(data)
     if len(text.encode("utf-8")) > spec.max_output_bytes:
-        problems.append(_problem("/data", "bytes", spec.max_output_bytes))
-    if _depth(data) > spec.max_output_depth:
-        problems.append(_problem("/data", "depth", spec.max_output_depth))
-    fields = {name: document[name] for name in Evidence.__dataclass_fields__ if name != "data_json"}
-    return (None, problems) if problems else (Evidence(text, **fields), [])
+        problems.append(_problem(("data",), "bytes", spec.max_output_bytes))
+    if problems:
+        return None, problems
+    return Evidence(text, *(document[name] for name in Evidence._fields[1:])), []
 
 
-def _members(value: object) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-
-
-def _forbidden_names(value: object) -> Iterator[str]:
-    if isinstance(value, dict):
-        yield from (name for name in value if is_forbidden_name(name, "output"))
-    for member in _members(value):
-        yield from _forbidden_names(member)
-
-
-def _depth(value: object) -> int:
-    """Count levels of nesting: a scalar is 0, a flat object 1."""
-    nested = isinstance(value, (dict, list))
-    return nested + max(map(_depth, _members(value)), default=0)
+def _survey(value: Any, names: set[str]) -> int:
+    """Count levels of nesting (a scalar is 0, a flat object 1) and collect every name on the way."""
+    if type(value) is dict:
+        names.update(value)
+        value = value.values()
+    elif type(value) is not list:
+        return 0
+    return 1 + max([_survey(member, names) for member in value], default=0)
 
 
 # --- Validation: take the claims, vet them, build again, compare ---
 
-# What trusted context cannot supply, and where a package says it. Claims with an empty contract are judged by
-# the tool's own contract, as part of the output they came from.
+# What trusted context cannot supply, and where a package says it. A claim with an empty contract is judged by
+# the tool's own contract, as part of the output it came from.
 _DELIVERIES: Final = ("fresh", "local_replay", "receipt_reconciled")
-_CLAIMS: Final[dict[str, tuple[tuple[str, ...], JsonObject]]] = {
-    "data": (("model_result", "data"), {}),
-    "error": (("model_result", "error"), {"type": ["object", "null"]}),
-    "delivery": (("model_result", "execution", "delivery"), {"enum": [*_DELIVERIES]}),
-    "resource_revision": (("model_result", "provenance", "resource_revision"), {}),
-    "observed_at": (("model_result", "provenance", "observed_at"), {}),
-    "recorded_at": (("protected_audit", "recorded_at"), UTC_SECOND),
-    "approval": (("protected_audit", "approval"), {**closed_object(**_APPROVAL_FIELDS), "type": ["object", "null"]}),
-    "request_id": (("protected_audit", "downstream", "request_id"), {}),
-    "receipt_id": (("protected_audit", "downstream", "receipt_id"), {}),
-    "status_ref": (("protected_audit", "downstream", "status_ref"), OPTIONAL_IDENTIFIER),
-}
+_CLAIMS: Final = open_object(
+    model_result=open_object(
+        data={},
+        error=nullable(open_object(code={"enum": [*ERROR_CATALOG]})),
+        execution=open_object(delivery={"enum": [*_DELIVERIES]}),
+        provenance=open_object(resource_revision={}, observed_at={}),
+    ),
+    protected_audit=open_object(
+        recorded_at=UTC_SECOND,
+        approval=nullable(closed_object(**_APPROVAL_FIELDS)),
+        downstream=open_object(request_id={}, receipt_id={}, status_ref=nullable(IDENTIFIER)),
+    ),
+)
 
 # Codes by how far a call could have come. A conflict of call ids can meet any call.
-_ANY_INPUT_CODES: Final = {"NOT_FOUND", "STATUS_CONFLICT", *NotStarted.CODES}
-_READ_CODES: Final = _ANY_INPUT_CODES | {"OK", "OUTPUT_CONTRACT_VIOLATION"}
-_KEYLESS_WRITE_CODES: Final = _ANY_INPUT_CODES | {"IDEMPOTENCY_KEY_REQUIRED"}
-_WRITE_CODES: Final = {"OK", *ERROR_CATALOG} - {"UNKNOWN_TOOL", "INVALID_ARGUMENTS", "IDEMPOTENCY_KEY_REQUIRED"}
+_ANY_INPUT_CODES: Final = {"CALL_ID_CONFLICT", "NOT_FOUND", "STATUS_CONFLICT", *NotStarted.CODES}
+_READ_CODES: Final = {*_ANY_INPUT_CODES, "OK", "OUTPUT_CONTRACT_VIOLATION"}
+_KEYLESS_WRITE_CODES: Final = {*_ANY_INPUT_CODES, "IDEMPOTENCY_KEY_REQUIRED"}
+_WRITE_CODES: Final = {
+    *_READ_CODES, "IDEMPOTENCY_CONFLICT", "APPROVAL_REQUIRED", "APPROVAL_INVALID", "OUTCOME_UNKNOWN",
+}
 
 
 def validate_result(invocation: Invocation, package: object) -> list[Problem]:
@@ -1532,59 +1513,56 @@ def _rebuild(invocation: Invocation, package: object) -> tuple[Package, list[Pro
         copy = plain_json(package)
     except JsonError as error:
         return {}, [Problem("", error.reason, str(error))]
-    claims, problems = _claims(copy)
-    problems = problems or _implausible(invocation, claims)
-    if problems:
-        return {}, problems
-    ending, problems = _claimed_ending(invocation, claims)
+    ending, problems = _claimed_ending(invocation, copy)
     if problems:
         return {}, problems
     rebuilt = build_package(invocation, ending)
-    return rebuilt, list(_differences(rebuilt, copy, ""))
+    _compare(rebuilt, copy, (), problems)
+    return rebuilt, problems
 
 
-def _claims(package: Any) -> tuple[JsonObject, list[Problem]]:
-    """Take the claims out of a plain package, and say which are missing or misshapen."""
-    claims: JsonObject = {}
-    found: list[Problem] = []
-    for name, (tokens, contract) in _CLAIMS.items():
-        path, claims[name], problems = _look_up(package, tokens)
-        if not problems and contract:
-            _walk(contract, claims[name], path, problems)
-        found += problems
-    if not found:
-        claims["code"] = "OK"
-        if claims["error"] is not None:
-            path, claims["code"], found = _look_up(package, ("model_result", "error", "code"))
-            _walk({"enum": [*ERROR_CATALOG]}, claims["code"], path, found)
-    return claims, list(dict.fromkeys(found))
+def _claimed_ending(invocation: Invocation, package: Any) -> tuple[Ending, list[Problem]]:
+    """Take the claims out of a plain package, vet them, and return the ending that they describe."""
+    problems = validate(_CLAIMS, package)
+    if problems:
+        return _NO_ENDING, [p._replace(rule="missing") if p.rule == "required" else p for p in problems]
+    model, audit = package["model_result"], package["protected_audit"]
+    code = "OK" if model["error"] is None else model["error"]["code"]
+    problems = _implausible(invocation, code, model, audit)
+    if problems or code != "OK":  # an error has no evidence, whatever it claims
+        return Ending(code, audit["recorded_at"], status_ref=audit["downstream"]["status_ref"]), problems
+    evidence, problems = _evidence(invocation, {
+        "data": model["data"], "producer_revision": invocation.contract["producer"],
+        **{name: model["provenance"][name] for name in ("resource_revision", "observed_at")},
+        **{name: audit["downstream"][name] for name in ("request_id", "receipt_id")},
+    })
+    problems = [p._replace(path=_CLAIMED_AT[p.path.split("/")[1]] + p.path) for p in problems]
+    approval = audit["approval"] if invocation.tool.writes else None
+    return Ending(code, audit["recorded_at"], model["execution"]["delivery"], evidence, approval), problems
 
 
-def _look_up(document: Any, tokens: Sequence[str]) -> tuple[str, Any, list[Problem]]:
-    """Follow plain object members; return the pointer reached, the value there, and what stood in the way."""
-    path = ""
-    for token in tokens:
-        if type(document) is not dict:
-            return path, None, [_problem(path, "type", "object")]
-        path = _pointer(path, token)
-        if token not in document:
-            return path, None, [Problem(path, "missing", "must be present")]
-        document = document[token]
-    return path, document, []
+_NO_ENDING: Final = Ending("TOOL_ERROR", "")
+_CLAIMED_AT: Final = {
+    "data": "/model_result", "resource_revision": "/model_result/provenance",
+    "observed_at": "/model_result/provenance", "request_id": "/protected_audit/downstream",
+    "receipt_id": "/protected_audit/downstream",
+}
 
 
-def _implausible(invocation: Invocation, claims: JsonObject) -> list[Problem]:
+def _implausible(invocation: Invocation, code: str, model: JsonObject, audit: JsonObject) -> list[Problem]:
     """Say which claims this invocation could not have led to, whatever their digests."""
-    code, spec = claims["code"], invocation.spec
+    spec = invocation.spec
     wrong = {
         "/model_result/status": code not in _possible_codes(invocation),
-        "/protected_audit/downstream/status_ref": code == "OUTCOME_UNKNOWN" and claims["status_ref"] is None,
+        "/protected_audit/downstream/status_ref":
+            code == "OUTCOME_UNKNOWN" and audit["downstream"]["status_ref"] is None,
     }
     if code == "OK" and spec is not None:
-        approver = (claims["approval"] or {}).get("approver_id")
-        wrong["/protected_audit/approval"] = spec.writes and approver in (None, invocation.principal.subject_id)
-        wrong["/model_result/execution/delivery"] = not spec.writes and claims["delivery"] != "fresh"
-    return [Problem(path, "impossible", "must follow from the call") for path, holds in wrong.items() if holds]
+        approver, subject = (audit["approval"] or {}).get("approver_id"), invocation.principal.subject_id
+        delivery = model["execution"]["delivery"]
+        wrong["/protected_audit/approval"] = spec.writes and approver in (None, subject)
+        wrong["/model_result/execution/delivery"] = not spec.writes and delivery != "fresh"
+    return [Problem(path, "impossible", "must follow from the call") for path, bad in wrong.items() if bad]
 
 
 def _possible_codes(invocation: Invocation) -> set[str]:
@@ -1592,43 +1570,25 @@ def _possible_codes(invocation: Invocation) -> set[str]:
     if invocation.spec is None or verdict != "OK":
         return {verdict, "CALL_ID_CONFLICT"}
     if not invocation.spec.writes:
-        return _READ_CODES | {"CALL_ID_CONFLICT"}
-    if invocation.call.context.idempotency_key is None:
-        return _KEYLESS_WRITE_CODES | {"CALL_ID_CONFLICT"}
-    return _WRITE_CODES
+        return _READ_CODES
+    return _KEYLESS_WRITE_CODES if invocation.call.context.idempotency_key is None else _WRITE_CODES
 
 
-def _claimed_ending(invocation: Invocation, claims: JsonObject) -> tuple[Ending, list[Problem]]:
-    """Turn believable claims into the ending they describe. An error has no evidence, whatever it claims."""
-    ending = Ending(claims["code"], claims["recorded_at"], status_ref=claims["status_ref"])
-    if ending.code != "OK":
-        return ending, []
-    fields = {name: claims[name] for name in invocation.tool.result_contract["required"] if name in claims}
-    evidence, problems = _evidence(invocation, {**fields, "producer_revision": invocation.contract["producer"]})
-    approval = claims["approval"] if invocation.tool.writes else None
-    ending = replace(ending, delivery=claims["delivery"], evidence=evidence, approval=approval)
-    return ending, [problem._replace(path=_claim_path(problem.path)) for problem in problems]
+_ABSENT: Final = object()
 
 
-def _claim_path(path: str) -> str:
-    """Lead a pointer into a handler's result to the place where a package says the same."""
-    _, name, *rest = path.split("/", 2)
-    return "/".join(["", *_CLAIMS[name][0], *rest])
-
-
-def _differences(expected: Any, actual: Any, path: str) -> Iterator[Problem]:
-    """Compare a rebuilt node with the given one; JSON equality, objects member by member."""
-    if type(expected) is not dict or type(actual) is not dict:
-        if not same_json(expected, actual):
-            yield Problem(path, "rebuilt", "must equal what trusted context leads to")
-        return
+def _compare(expected: JsonObject, actual: JsonObject, path: Tokens, found: list[Problem]) -> None:
+    """Add where a given object differs from the rebuilt one, member by member, by JSON equality."""
     for name, value in expected.items():
-        if name in actual:
-            yield from _differences(value, actual[name], _pointer(path, name))
-        else:
-            yield Problem(_pointer(path, name), "missing", "must be present")
+        other = actual.get(name, _ABSENT)
+        if type(value) is dict and type(other) is dict:
+            _compare(value, other, (*path, name), found)
+        elif other is _ABSENT:
+            found.append(Problem(pointer((*path, name)), "missing", "must be present"))
+        elif value is not other and not same_json(value, other):
+            found.append(Problem(pointer((*path, name)), "rebuilt", "must be what trusted context leads to"))
     if not actual.keys() <= expected.keys():
-        yield Problem(path, "unexpected", "must hold no other field")
+        found.append(Problem(pointer(path), "unexpected", "must hold no other field"))
 
 
 # --- One turn: all results of one provider response ---
@@ -1643,60 +1603,64 @@ def validate_result_set(invocations: Sequence[Invocation], packages: Sequence[ob
     return _rebuild_set(invocations, packages)[1]
 
 
-def _rebuild_set(invocations: object, packages: object) -> tuple[list[Package], list[Problem]]:
+def _rebuild_set(invocations: Any, packages: Any) -> tuple[list[Package], list[Problem]]:
     """Return the rebuilt packages in call order, and all problems of the turn."""
-    if not _is_turn(invocations) or type(packages) not in (list, tuple) or len(packages) > MAX_CALLS:  # type: ignore[arg-type]
+    if not _is_turn(invocations) or type(packages) not in (list, tuple) or len(packages) > MAX_CALLS:
         return [], [Problem("", "turn", "must be the calls and results of one turn")]
-    expected = {invocation.call.context.call_id: invocation for invocation in invocations}  # type: ignore[attr-defined]
+    expected = {invocation.call.context.call_id: invocation for invocation in invocations}
     rebuilt: dict[str, Package] = {}
     problems: list[Problem] = []
-    for index, package in enumerate(packages):  # type: ignore[arg-type]
-        call_id, found = _claimed_call_id(package, expected)
-        if call_id in rebuilt:
+    for index, package in enumerate(packages):
+        call_id, found = _claimed_call_id(package)
+        if not found and call_id not in expected:
+            found = [Problem("", "unknown", "must answer a call of this turn")]
+        elif call_id in rebuilt:
             found = [Problem("", "duplicate", "must answer a call that has no result yet")]
         elif not found:
             rebuilt[call_id], found = _rebuild(expected[call_id], package)
         problems += [problem._replace(path=f"/{index}{problem.path}") for problem in found]
-    problems += [Problem("", "missing", "must answer every call") for call_id in expected if call_id not in rebuilt]
+    unanswered = expected.keys() - rebuilt.keys()
+    problems += [Problem("", "missing", "must answer every call")] * len(unanswered)
     return [rebuilt[call_id] for call_id in expected if call_id in rebuilt], problems
 
 
-def _is_turn(invocations: object) -> bool:
-    if type(invocations) not in (list, tuple) or not 1 <= len(invocations) <= MAX_CALLS:  # type: ignore[arg-type]
+def _is_turn(invocations: Any) -> bool:
+    if type(invocations) not in (list, tuple) or not 1 <= len(invocations) <= MAX_CALLS:
         return False
-    if not all(type(invocation) is Invocation for invocation in invocations):  # type: ignore[attr-defined]
+    if not all(type(invocation) is Invocation for invocation in invocations):
         return False
-    contexts = [invocation.call.context for invocation in invocations]  # type: ignore[attr-defined]
-    turns = {(i.principal, i.call.context.profile, i.call.context.response_id) for i in invocations}  # type: ignore[attr-defined]
+    contexts = [invocation.call.context for invocation in invocations]
+    turns = {(invocation.principal, invocation.call.context.profile, invocation.call.context.response_id)
+             for invocation in invocations}
     return len(turns) == 1 and len({context.call_id for context in contexts}) == len(contexts)
 
 
-def _claimed_call_id(package: object, expected: Mapping[str, Invocation]) -> tuple[str, list[Problem]]:
+_CLAIMED_CALL: Final = open_object(
+    protected_audit=open_object(provider_context=open_object(call_id=IDENTIFIER)))
+
+
+def _claimed_call_id(package: object) -> tuple[str, list[Problem]]:
     try:
-        _, call_id, found = _look_up(plain_json(package), ("protected_audit", "provider_context", "call_id"))
+        copy = plain_json(package)
     except JsonError as error:
         return "", [Problem("", error.reason, str(error))]
-    if not found and (not is_identifier(call_id) or call_id not in expected):
-        found = [Problem("", "unknown", "must answer a call of this turn")]
-    return "" if found else call_id, found
+    problems = validate(_CLAIMED_CALL, copy)
+    return "" if problems else copy["protected_audit"]["provider_context"]["call_id"], problems
 
 
-# =====================================================================================================
-# 10. The ledger
-# =====================================================================================================
+# ===== 10. The ledger ===============================================================================
 #
 #     absent --claim--> in_progress --commit--> committed
-#                       in_progress --doubt---> unknown --commit--> committed    (evidence from a status query)
-#                       in_progress --release-> absent                           (NotStarted from the handler)
-#                       unknown -----release--> absent                           (NotStarted from a status query)
+#                       in_progress --doubt---> unknown --commit--> committed (evidence from a status query)
+#                       in_progress --release-> absent                        (NotStarted from the handler)
+#                       unknown -----release--> absent                        (NotStarted from a status query)
 
 
-@dataclass(frozen=True)
-class Operation:
+class Operation(NamedTuple):
     """One attempt at one effect: an immutable record, replaced whole by each transition."""
 
-    scope: tuple[str, str, str, str | None]
-    matter: tuple[str, str, str, str]
+    scope: Scope
+    matter: Matter
     intent: tuple[str, ...]
     command: Command
     approval: Approval
@@ -1719,21 +1683,21 @@ class Ledger:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._calls: dict[bytes, bytes] = {}
-        self._operations: dict[tuple[str, str, str, str | None], Operation] = {}
-        self._unresolved: dict[tuple[str, str, str, str], Operation] = {}   # at most one for each matter
-        self._references: dict[str, tuple[str, str, str, str | None]] = {}
+        self._operations: dict[Scope, Operation] = {}
+        self._unresolved: dict[Matter, Operation] = {}   # at most one for each matter
+        self._references: dict[str, Scope] = {}
 
     def bind_call(self, identity: str, fingerprint: str) -> bool:
-        """Bind a call identity to a fingerprint for good; tell whether it is bound to this one. Both are hex."""
+        """Bind a call identity to a fingerprint for good (both hex); tell whether it is bound to this one."""
         value = bytes.fromhex(fingerprint)  # raw bytes: half the memory of a table that only grows
         with self._lock:
             return self._calls.setdefault(bytes.fromhex(identity), value) == value
 
-    def find(self, scope: tuple[str, str, str, str | None]) -> Operation | None:
+    def find(self, scope: Scope) -> Operation | None:
         with self._lock:
             return self._operations.get(scope)
 
-    def find_unresolved(self, matter: tuple[str, str, str, str]) -> Operation | None:
+    def find_unresolved(self, matter: Matter) -> Operation | None:
         """Return the operation on these very arguments that is in progress or unknown, under whatever key."""
         with self._lock:
             return self._unresolved.get(matter)
@@ -1757,11 +1721,12 @@ class Ledger:
 
     def commit(self, operation: Operation, evidence: Evidence) -> bool:
         """Settle an operation in progress or unknown: its effect is proven, and so is its result."""
-        return self._move(operation, ("in_progress", "unknown"), replace(operation, state="committed", evidence=evidence))
+        committed = operation._replace(state="committed", evidence=evidence)
+        return self._move(operation, ("in_progress", "unknown"), committed)
 
     def doubt(self, operation: Operation) -> bool:
         """Give up an operation in progress whose ending nobody saw."""
-        return self._move(operation, ("in_progress",), replace(operation, state="unknown"))
+        return self._move(operation, ("in_progress",), operation._replace(state="unknown"))
 
     def release(self, operation: Operation) -> bool:
         """Forget an operation in progress or unknown that provably never began."""
@@ -1781,13 +1746,11 @@ class Ledger:
             return True
 
 
-# =====================================================================================================
-# 11. The dispatcher
-# =====================================================================================================
+# ===== 11. The dispatcher ===========================================================================
 
 
 class Dispatcher:
-    """The boundary. `observe(gate)` is called on entering each gate, so the last one entered is where a call ended.
+    """The boundary. `observe(gate)` is called as each gate is entered; the last one is where a call ended.
 
     An observer's exceptions pass on unchanged; after the claim they leave the operation `unknown`.
     """
@@ -1802,7 +1765,7 @@ class Dispatcher:
         self._observe = observe
 
     def resolve(self, principal: Principal, call: ToolCall) -> Invocation:
-        """Return the trusted context of a call. Raises `HostContextError` for a malformed principal or call."""
+        """Return the trusted context of a call. Raises `HostContextError` for no principal or no call."""
         _require_host(type(call) is ToolCall, "call")
         return Invocation(principal, call, self.registry.find(call.name))
 
@@ -1817,7 +1780,7 @@ class Dispatcher:
         self, principal: Principal, call: ToolCall, *,
         approvals: Sequence[object] = (), now: int, deadline: int | None = None,
     ) -> Package:
-        """Decide one call, run it at most once, and return its package, whatever the model said (invariant 10).
+        """Decide one call, run it at most once, return its package, whatever the model said (invariant 10).
 
         `now` and `deadline` are whole seconds since the epoch by the host's clock; the deadline is half-open.
         Raises `HostContextError` for what only the host can have caused, before any state changes.
@@ -1854,8 +1817,8 @@ class Dispatcher:
         """
         self._enter("host_context")
         invocation = self.resolve(principal, call)
-        _require_host(is_identifier(status_ref) and is_digest(expected_request_sha256), "status reference or digest")
-        _require_host(is_instant(now), "now")
+        _require_host(is_identifier(status_ref), "status reference")
+        _require_host(is_digest(expected_request_sha256) and is_instant(now), "expected digest or now")
         try:
             self._require_contract(invocation, "query_status")
             self._require_authorization(invocation)
@@ -1951,7 +1914,7 @@ class Dispatcher:
         return _success(invocation, "fresh", self._require_output(invocation, result), None, command.now)
 
     def _write(self, invocation: Invocation, command: Command, approval: Approval) -> Package:
-        """Claim, run the handler once, and leave the operation committed, released or unknown (invariant 6)."""
+        """Claim, run the handler once, leave the operation committed, released or unknown (invariant 6)."""
         operation = Operation(invocation.scope, invocation.matter, invocation.intent, command, approval)
         try:
             self._enter("claim")
@@ -1959,7 +1922,8 @@ class Dispatcher:
             if standing is not operation:
                 return self._overtaken(invocation, standing, command.now)
             self._enter("handler")
-            result, error = _attempt(invocation.tool.handler, replace(command, arguments=invocation.arguments()))
+            own = replace(command, arguments=invocation.arguments())  # the ledger keeps the other copy
+            result, error = _attempt(invocation.tool.handler, own)
             if error:
                 code = _proven_code(error)
                 if code and self.ledger.release(operation):
@@ -1983,7 +1947,7 @@ class Dispatcher:
         return _success(invocation, "local_replay", committed.evidence, committed.approval, now)
 
     def _settle(self, invocation: Invocation, operation: Operation, now: int) -> Package | None:
-        """Answer a status query from the record or from a receipt; `None` where the record changed meanwhile."""
+        """Answer a status query from the record or a receipt; `None` where the record changed meanwhile."""
         if operation.state == "committed":
             return self._replay(invocation, operation, now)
         if operation.state == "in_progress":
@@ -2033,7 +1997,7 @@ def _require_replayable(invocation: Invocation, standing: Operation | None) -> O
 
 
 def _is_receipt_of(receipt: object, operation: Operation, invocation: Invocation) -> bool:
-    """Tell whether a downstream's receipt speaks of this operation's effect; its result is judged afterwards."""
+    """Tell whether a receipt speaks of this operation's effect; its result is judged afterwards."""
     if type(receipt) is not Receipt:
         return False
     claimed = {name: value for name, value in vars(receipt).items() if name != "result"}
@@ -2047,8 +2011,9 @@ def _is_receipt_of(receipt: object, operation: Operation, invocation: Invocation
 def _command(invocation: Invocation, resource: Resource, now: int, deadline: int | None) -> Command:
     context = invocation.call.context
     return Command(
-        invocation.principal, invocation.call.name, invocation.arguments(), context.operation_id,
-        context.idempotency_key, invocation.request_sha256, invocation.status_ref, resource.revision, now, deadline,
+        invocation.principal, invocation.call.name, invocation.arguments(),
+        context.operation_id, context.idempotency_key,
+        invocation.request_sha256, invocation.status_ref, resource.revision, now, deadline,
     )
 
 
@@ -2059,9 +2024,7 @@ def _success(
     return build_package(invocation, Ending("OK", utc_text(now), delivery, evidence, public))
 
 
-# =====================================================================================================
-# 12. Provider edges
-# =====================================================================================================
+# ===== 12. Provider edges ===========================================================================
 # Inbound, a provider's whole JSON response becomes calls; outbound, a package's model projection becomes the
 # provider's result item. Only the fields named here are read: providers add others all the time.
 
@@ -2081,34 +2044,26 @@ class ProviderCall:
 
     def bind(self, *, operation_id: str, idempotency_key: str | None = None) -> ToolCall:
         """Return the call under the host's operation and key. Raises `HostContextError`."""
-        context = ExecutionContext(self.profile, self.response_id, self.call_id, operation_id, idempotency_key)
-        return bind_tool_call(self.proposal, context)
+        return bind_tool_call(self.proposal, ExecutionContext(
+            self.profile, self.response_id, self.call_id, operation_id, idempotency_key))
 
 
-@dataclass(frozen=True)
-class _Envelope:
+class _Envelope(NamedTuple):
     """Where one provider's response keeps its calls, as data."""
 
     items: str                  # the list that holds the calls among other items
     call_type: str              # the `type` of an item that is a call
     call_id: str                # the field that correlates a result
     arguments: str
-    finished_field: str
-    finished: str               # its value once all calls are complete; absent and null count too
-    item_finished_field: str | None = None
-
-    def contract(self) -> JsonObject:
-        return {"type": "object", "required": ["id", self.items],
-                "properties": {"id": IDENTIFIER, self.items: {"type": "array"}}}
-
-    def call_contract(self) -> JsonObject:
-        return {"type": "object", "required": [self.call_id], "properties": {self.call_id: IDENTIFIER}}
+    finished: tuple[str, str]   # a field and its value once all calls are complete; absent and null count too
+    item_finished: tuple[str, str] | None = None
 
 
 _ENVELOPES: Final[Mapping[str, _Envelope]] = MappingProxyType({
-    "openai": _Envelope("output", "function_call", "call_id", "arguments", "status", "completed", "status"),
-    "anthropic": _Envelope("content", "tool_use", "id", "input", "stop_reason", "tool_use"),
-    "google": _Envelope("steps", "function_call", "id", "arguments", "status", "requires_action"),
+    "openai": _Envelope(
+        "output", "function_call", "call_id", "arguments", ("status", "completed"), ("status", "completed")),
+    "anthropic": _Envelope("content", "tool_use", "id", "input", ("stop_reason", "tool_use")),
+    "google": _Envelope("steps", "function_call", "id", "arguments", ("status", "requires_action")),
 })
 
 
@@ -2116,13 +2071,13 @@ def from_openai_responses(response: JsonObject) -> list[ProviderCall]:
     """Read the calls of one OpenAI Responses API response, in order.
 
     `call_id` correlates, never `id`; `arguments` is JSON text. Raises `ProviderError` where calls cannot be
-    correlated; arguments that cannot be read become `Malformed`, as do all of a response that is not finished.
+    correlated; arguments that cannot be read become `Malformed`, and so do all of an unfinished response.
     """
     return _read_calls("openai", response, _decoded_arguments)
 
 
 def from_anthropic_messages(message: JsonObject) -> list[ProviderCall]:
-    """Read the calls of one Anthropic Messages API message, in order; `input` is an object. Raises `ProviderError`."""
+    """Read the calls of one Anthropic Messages API message; `input` is an object. Raises `ProviderError`."""
     return _read_calls("anthropic", message, _given_arguments)
 
 
@@ -2133,45 +2088,32 @@ def from_gemini_interactions(interaction: JsonObject) -> list[ProviderCall]:
 
 def _read_calls(provider: str, response: object, read: Callable[[object], Any]) -> list[ProviderCall]:
     envelope = _ENVELOPES[provider]
-    document = _require_envelope(envelope.contract(), response)
-    items = [item for item in document[envelope.items] if _is_call(item, envelope.call_type)]
-    if len(items) > MAX_CALLS:
-        raise ProviderError("a response holds too many calls")
-    calls: list[ProviderCall] = []
-    for item in items:
-        call_id = _require_envelope(envelope.call_contract(), item)[envelope.call_id]
+    document = _require_envelope(response, open_object(id=IDENTIFIER, **{envelope.items: {"type": "array"}}))
+    finished = _is_finished(document, envelope.finished)
+    calls: dict[str, ProviderCall] = {}
+    for item in document[envelope.items]:
+        if validate(open_object(type={"const": envelope.call_type}), item):
+            continue  # reasoning, text, thoughts: no calls
+        call_id = _require_envelope(item, open_object(**{envelope.call_id: IDENTIFIER}))[envelope.call_id]
+        if call_id in calls or len(calls) == MAX_CALLS:
+            raise ProviderError("a response holds two calls of one id, or too many calls")
         given = item.get(envelope.arguments)
-        complete = _is_finished(document, envelope.finished_field, envelope.finished) and _is_finished(
-            item, envelope.item_finished_field, envelope.finished)
-        arguments = read(given) if complete else malformed("incomplete", _text_of(given))
+        complete = finished and _is_finished(item, envelope.item_finished)
+        arguments = read(given) if complete else malformed("incomplete", given)
         proposal = ModelProposal(item.get("name"), arguments)
-        calls.append(ProviderCall(proposal, PROFILES[provider], document["id"], call_id))
-    if len({call.call_id for call in calls}) != len(calls):
-        raise ProviderError("two calls of a response bear one id")
-    return calls
+        calls[call_id] = ProviderCall(proposal, PROFILES[provider], document["id"], call_id)
+    return [*calls.values()]
 
 
-def _require_envelope(contract: JsonObject, document: object) -> Any:
+def _require_envelope(document: Any, contract: JsonObject) -> Any:
     for problem in validate(contract, document):
         raise ProviderError(f"provider response at {problem.path or '/'}: {problem.message}")
     return document
 
 
-def _is_call(item: object, call_type: str) -> bool:
-    return not validate({"type": "object"}, item) and same_json(call_type, item.get("type"))  # type: ignore[attr-defined]
-
-
-def _is_finished(document: JsonObject, name: str | None, finished: str) -> bool:
-    value = document.get(name) if name else None
-    return value is None or same_json(finished, value)
-
-
-def _text_of(given: object) -> object:
-    """Return what a digest of unread arguments is made of: the text itself, or an object's canonical form."""
-    try:
-        return given if type(given) is str else canonical_json(plain_json(given)) if type(given) is dict else None
-    except JsonError:
-        return None
+def _is_finished(document: JsonObject, finished: tuple[str, str] | None) -> bool:
+    value = document.get(finished[0]) if finished else None
+    return finished is None or value is None or same_json(finished[1], value)
 
 
 def _decoded_arguments(given: object) -> Any:
@@ -2195,76 +2137,18 @@ def to_openai_responses(invocation: Invocation, package: object) -> JsonObject:
     Like its siblings it sends the rebuilt projection, never the caller's object (invariants 8 and 9), and
     raises `ResultContractError` for another provider's call or a package that fails `validate_result`.
     """
-    return _openai_item(*_require_result("openai", invocation, package))
+    return _result_item(invocation, _require_result("openai", invocation, package))
 
 
 def to_anthropic_messages(invocation: Invocation, package: object) -> JsonObject:
     """Map one result to an Anthropic `tool_result` block. Raises `ResultContractError`."""
-    return _anthropic_item(*_require_result("anthropic", invocation, package))
+    return _result_item(invocation, _require_result("anthropic", invocation, package))
 
 
 def to_gemini_interactions(invocation: Invocation, package: object) -> JsonObject:
     """Map one result to a Gemini continuation; the host adds `model`. Raises `ResultContractError`."""
-    return _gemini_turn(invocation, [_gemini_item(*_require_result("google", invocation, package))])
-
-
-def _require_result(provider: str, invocation: Invocation, package: object) -> tuple[Invocation, JsonObject]:
-    rebuilt, problems = _rebuild(invocation, package)
-    if not problems and invocation.call.context.profile != PROFILES[provider]:
-        problems = [Problem("/protected_audit/provider_context", "profile", "must be this provider's call")]
-    if problems:
-        raise ResultContractError(problems)
-    return invocation, rebuilt["model_result"]
-
-
-def _text_parts(model_result: JsonObject) -> list[JsonObject]:
-    return [{"type": "text", "text": canonical_json(model_result)}]
-
-
-def _openai_item(invocation: Invocation, model_result: JsonObject) -> JsonObject:
-    return {
-        "type": "function_call_output",
-        "call_id": invocation.call.context.call_id,
-        "output": canonical_json(model_result),
-    }
-
-
-def _anthropic_item(invocation: Invocation, model_result: JsonObject) -> JsonObject:
-    return {
-        "type": "tool_result",
-        "tool_use_id": invocation.call.context.call_id,
-        "content": _text_parts(model_result),
-        "is_error": model_result["status"] != "succeeded",
-    }
-
-
-def _gemini_item(invocation: Invocation, model_result: JsonObject) -> JsonObject:
-    return {
-        "type": "function_result",
-        "name": invocation.call.name,
-        "call_id": invocation.call.context.call_id,
-        "is_error": model_result["status"] != "succeeded",
-        "result": _text_parts(model_result),
-    }
-
-
-def _openai_turn(invocation: Invocation, items: list[JsonObject]) -> JsonObject:
-    return {"previous_response_id": invocation.call.context.response_id, "input": items}
-
-
-def _anthropic_turn(_: Invocation, items: list[JsonObject]) -> JsonObject:
-    return {"role": "user", "content": items}  # tool_result blocks come first, and nothing else follows
-
-
-def _gemini_turn(invocation: Invocation, items: list[JsonObject]) -> JsonObject:
-    return {"previous_interaction_id": invocation.call.context.response_id, "input": items}
-
-
-_OUTBOUND: Final[Mapping[str, tuple[Callable[..., JsonObject], Callable[..., JsonObject]]]] = MappingProxyType({
-    "openai": (_openai_item, _openai_turn),
-    "anthropic": (_anthropic_item, _anthropic_turn),
-    "google": (_gemini_item, _gemini_turn),
-})
+    model_result = _require_result("google", invocation, package)
+    return _continuation(invocation, [_result_item(invocation, model_result)])
 
 
 def continue_turn(invocations: Sequence[Invocation], packages: Sequence[object]) -> JsonObject:
@@ -2275,10 +2159,39 @@ def continue_turn(invocations: Sequence[Invocation], packages: Sequence[object])
     rebuilt, problems = _rebuild_set(invocations, packages)
     if problems:
         raise ResultContractError(problems)
-    to_item, to_turn = _OUTBOUND[invocations[0].call.context.profile.provider]
-    items = [to_item(invocation, package["model_result"])
-             for invocation, package in zip(invocations, rebuilt, strict=True)]
-    return to_turn(invocations[0], items)
+    results = [package["model_result"] for package in rebuilt]
+    return _continuation(invocations[0], [*map(_result_item, invocations, results)])
+
+
+def _require_result(provider: str, invocation: Invocation, package: object) -> JsonObject:
+    rebuilt, problems = _rebuild(invocation, package)
+    if not problems and invocation.call.context.profile != PROFILES[provider]:
+        problems = [Problem("/protected_audit/provider_context", "profile", "must be this provider's call")]
+    if problems:
+        raise ResultContractError(problems)
+    return rebuilt["model_result"]  # type: ignore[no-any-return]
+
+
+def _result_item(invocation: Invocation, model_result: JsonObject) -> JsonObject:
+    """Write one result in its provider's shape; the text is the one whose digest the audit holds."""
+    context, text = invocation.call.context, canonical_json(model_result)
+    parts, is_error = [{"type": "text", "text": text}], model_result["status"] != "succeeded"
+    if context.profile.provider == "openai":
+        return {"type": "function_call_output", "call_id": context.call_id, "output": text}
+    if context.profile.provider == "anthropic":
+        return {"type": "tool_result", "tool_use_id": context.call_id, "content": parts, "is_error": is_error}
+    return {
+        "type": "function_result", "name": invocation.call.name, "call_id": context.call_id,
+        "is_error": is_error, "result": parts,
+    }
+
+
+def _continuation(invocation: Invocation, items: list[JsonObject]) -> JsonObject:
+    context = invocation.call.context
+    if context.profile.provider == "anthropic":
+        return {"role": "user", "content": items}  # tool_result blocks stand first, and nothing else follows
+    previous = "previous_response_id" if context.profile.provider == "openai" else "previous_interaction_id"
+    return {previous: context.response_id, "input": items}
 
 
 # --- Tool definitions for a provider's request ---
@@ -2311,7 +2224,7 @@ def _advertised(schema: JsonObject) -> JsonObject:
     kept: JsonObject = {keyword: schema[keyword] for keyword in _ADVERTISED_KEYWORDS if keyword in schema}
     dropped = [f"{keyword} {canonical_json(schema[keyword])}" for keyword in schema if keyword not in kept]
     if dropped:
-        kept["description"] = " ".join([*filter(None, [schema.get("description")]), f"({'; '.join(dropped)})"])
+        kept["description"] = f"{schema.get('description', '')} ({'; '.join(dropped)})".lstrip()
     if "items" in schema:
         kept["items"] = _advertised(schema["items"])
     if "properties" in schema:
@@ -2319,9 +2232,7 @@ def _advertised(schema: JsonObject) -> JsonObject:
     return kept
 
 
-# =====================================================================================================
-# 13. The demo: a mock downstream with two tools
-# =====================================================================================================
+# ===== 13. The demo: a mock downstream with two tools ===============================================
 # Everything above is generic. From here on there are orders and refund drafts, in memory, with faults.
 
 FAULTS: Final = (
@@ -2338,7 +2249,7 @@ class Order:
 
 
 class MockDownstream:
-    """Three orders, numbered refund drafts, receipts, and one `fault` that its handlers meet until it is `none`.
+    """Three orders, numbered refund drafts, receipts, and a `fault` that handlers meet until it is `none`.
 
     It drafts refunds and refunds nothing; `side_effect_count` counts drafts.
     """
@@ -2470,15 +2381,13 @@ def _revisions(stem: str) -> Revisions:
 def demo_dispatcher(
     downstream: MockDownstream | None = None, *, observe: Callable[[str], object] | None = None
 ) -> Dispatcher:
-    """Wire a downstream (pass your own to hold on to it), a registry, an authority with a fresh key, and a ledger."""
+    """Wire a downstream (pass your own to hold on to it), registry, authority with a fresh key, ledger."""
     tools = (downstream or MockDownstream()).tools()
-    authority = ApprovalAuthority(secrets.token_bytes(32), ["human-reviewer-1"])
+    authority = ApprovalAuthority(os.urandom(32), ["human-reviewer-1"])
     return Dispatcher(Registry(tools), authority, Ledger(), observe=observe)
 
 
-# =====================================================================================================
-# 14. Fixtures
-# =====================================================================================================
+# ===== 14. Fixtures =================================================================================
 # A fixture is a file of cases, each a short story of calls with the ending that every step must have.
 
 _SHORT: Final[JsonObject] = {"type": "string", "maxLength": 255}
@@ -2489,7 +2398,7 @@ _EXPECTED: Final = closed_object(
     outcome={"enum": ["not_started", "committed", "unknown"]},
     recovery={"enum": list(dict.fromkeys(["none", *(policy.recovery for policy in ERROR_CATALOG.values())]))},
     delivery={"enum": [*_DELIVERIES]},
-    data={"type": ["object", "null"]},
+    data=nullable({"type": "object"}),
     side_effect_count={"type": "integer", "minimum": 0, "maximum": MAX_SAFE_INTEGER},
 )
 _STEP: Final = closed_object(
@@ -2498,17 +2407,18 @@ _STEP: Final = closed_object(
     proposal=closed_object(name=_SHORT, arguments={"type": "object"}),
     execution_context=closed_object(
         provider={"enum": [*PROFILES]}, api_family=IDENTIFIER, response_id=IDENTIFIER, call_id=IDENTIFIER,
-        operation_id=IDENTIFIER, idempotency_key=OPTIONAL_IDENTIFIER, adapter_revision=IDENTIFIER,
+        operation_id=IDENTIFIER, idempotency_key=nullable(IDENTIFIER), adapter_revision=IDENTIFIER,
     ),
     approval={"enum": ["none", "valid", "expired", "mismatched"]},
     now={"type": "integer", "minimum": 0, "maximum": MAX_INSTANT - MAX_APPROVAL_SECONDS},
     failure={"enum": ["none", "timeout_before_execute", *FAULTS]},
-    status_ref_from=OPTIONAL_IDENTIFIER,
+    status_ref_from=nullable(IDENTIFIER),
     expected=_EXPECTED,
 )
 FIXTURE_SCHEMA: Final = closed_object(
     schema_version={"const": FIXTURE_VERSION},
-    contract=closed_object(model_result={"const": MODEL_RESULT_VERSION}, protected_audit={"const": AUDIT_VERSION}),
+    contract=closed_object(
+        model_result={"const": MODEL_RESULT_VERSION}, protected_audit={"const": AUDIT_VERSION}),
     cases={**_CASES, "items": closed_object(
         id=IDENTIFIER,
         principal=closed_object(
@@ -2521,7 +2431,7 @@ FIXTURE_SCHEMA: Final = closed_object(
 
 
 class FixtureError(ValueError):
-    """A fixture that cannot be run. `problems` names every fault by JSON Pointer; the text prints the first 20."""
+    """A fixture that cannot be run. `problems` has every fault by JSON Pointer; the text shows up to 20."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         lines = [f"{problem.path or '/'}: {problem.message}" for problem in problems[:MAX_PRINTED_PROBLEMS]]
@@ -2560,22 +2470,21 @@ def _require_fixture(fixture: Any) -> JsonObject:
     problems = validate(FIXTURE_SCHEMA, fixture)
     if not any(problem.path.count("/") < 2 for problem in problems):
         misshapen = {problem.path.split("/")[2] for problem in problems if problem.path.startswith("/cases/")}
-        problems += _repeated("/cases", "id", fixture["cases"], misshapen)
-        for index, case in enumerate(fixture["cases"]):
-            if str(index) not in misshapen:
-                problems += _case_problems(f"/cases/{index}", case)
+        sound = [pair for pair in enumerate(fixture["cases"]) if str(pair[0]) not in misshapen]
+        problems += _repeated("/cases", "id", sound)
+        for index, case in sound:
+            problems += _case_problems(f"/cases/{index}", case)
     if problems:
         raise FixtureError(problems)
     return fixture  # type: ignore[no-any-return]
 
 
-def _repeated(path: str, name: str, items: list[JsonObject], skipped: Iterable[str] = ()) -> Iterator[Problem]:
+def _repeated(path: str, name: str, items: Iterable[tuple[int, JsonObject]]) -> Iterator[Problem]:
     seen: set[str] = set()
-    for index, item in enumerate(items):
-        if str(index) not in skipped:
-            if item[name] in seen:
-                yield Problem(f"{path}/{index}/{name}", "unique", "must not be repeated")
-            seen.add(item[name])
+    for index, item in items:
+        if item[name] in seen:
+            yield Problem(f"{path}/{index}/{name}", "unique", "must not be repeated")
+        seen.add(item[name])
 
 
 def _case_problems(path: str, case: JsonObject) -> Iterator[Problem]:
@@ -2583,7 +2492,7 @@ def _case_problems(path: str, case: JsonObject) -> Iterator[Problem]:
     roles = case["principal"]["roles"]
     if sorted({*roles}) != roles:
         yield Problem(path + "/principal/roles", "sorted", "must be sorted and unique")
-    yield from _repeated(path + "/steps", "step_id", case["steps"])
+    yield from _repeated(path + "/steps", "step_id", enumerate(case["steps"]))
     dispatched: set[str] = set()
     for index, step in enumerate(case["steps"]):
         yield from _step_problems(f"{path}/steps/{index}", step, dispatched)
@@ -2592,17 +2501,20 @@ def _case_problems(path: str, case: JsonObject) -> Iterator[Problem]:
 
 
 def _step_problems(path: str, step: JsonObject, dispatched: set[str]) -> Iterator[Problem]:
-    context = step["execution_context"]
-    if ProviderProfile(context["provider"], context["api_family"], context["adapter_revision"]) not in PROFILES.values():
+    if _profile(step) not in PROFILES.values():
         yield Problem(path + "/execution_context", "profile", "must be a registered provider profile")
-    query = step["action"] == "query_status"
-    if query != (step["status_ref_from"] in dispatched) or not query and step["status_ref_from"] is not None:
-        yield Problem(path + "/status_ref_from", "reference", "must name an earlier dispatch, and only for a query")
-    if query and step["failure"] != "none":
-        yield Problem(path + "/failure", "query", "must be none for a status query")
-    if query and step["approval"] != "none":
-        yield Problem(path + "/approval", "query", "must be none for a status query")
+    reference, query = step["status_ref_from"], step["action"] == "query_status"
+    if (reference not in dispatched) if query else (reference is not None):
+        yield Problem(path + "/status_ref_from", "reference", "must name an earlier dispatch, for a query")
+    for name in ("failure", "approval"):
+        if query and step[name] != "none":
+            yield Problem(f"{path}/{name}", "query", "must be none for a status query")
     yield from _expectation_problems(path + "/expected", step["expected"])
+
+
+def _profile(step: JsonObject) -> ProviderProfile:
+    context = step["execution_context"]
+    return ProviderProfile(context["provider"], context["api_family"], context["adapter_revision"])
 
 
 def _expectation_problems(path: str, expected: JsonObject) -> Iterator[Problem]:
@@ -2661,102 +2573,97 @@ class _CaseRun:
         try:
             package = self.perform(step, invocation)
         except LookupError:
-            return self.verdict(step, {}, [_mismatch("status_ref_from", step["status_ref_from"], None)])
+            missing = _mismatch("status_ref_from", step["status_ref_from"], None)
+            return {"step_id": step["step_id"], "passed": False, "mismatches": [missing]}
         self.audits[step["step_id"]] = package["protected_audit"]
-        actual = _facts(package["model_result"], self.downstream.side_effect_count)
-        mismatches = [
-            _mismatch(name, expected, actual[name])
-            for name, expected in step["expected"].items() if not same_json(expected, actual[name])
-        ]
+        facts = _facts(package["model_result"], self.downstream.side_effect_count)
+        payload, mismatches = _payload(invocation, package)
+        mismatches += [_mismatch(name, expected, facts[name]) for name, expected in step["expected"].items()
+                       if not same_json(expected, facts[name])]
         if self.downstream.fault != "none" and not self.downstream.faults_met:
-            mismatches.append(_mismatch("failure", step["failure"], "not met"))
-        payload, problems = _payload(invocation, package)
-        mismatches += [_mismatch(problem.path, problem.rule, "differs") for problem in problems]
-        report = self.verdict(step, actual, mismatches)
-        return {**report, "explanation": self.explanation(step, invocation, package, payload)} if explain else report
-
-    def verdict(self, step: JsonObject, actual: JsonObject, mismatches: list[JsonObject]) -> JsonObject:
-        return {"step_id": step["step_id"], "passed": not mismatches, **actual, "mismatches": mismatches}
+            mismatches.append(_mismatch("failure", step["failure"], "none"))
+        report = {"step_id": step["step_id"], "passed": not mismatches, **facts, "mismatches": mismatches}
+        if explain:
+            report["explanation"] = self.explanation(step, package, payload)
+        return report
 
     def perform(self, step: JsonObject, invocation: Invocation) -> Package:
         """Run one step; a `LookupError` says that the step referred to left no status reference."""
-        principal, call, now = invocation.principal, invocation.call, step["now"]
+        now, call = step["now"], invocation.call
         if step["action"] == "query_status":
             audit = self.audits[step["status_ref_from"]]
-            if audit["downstream"]["status_ref"] is None:
+            status_ref, request_sha256 = audit["downstream"]["status_ref"], audit["binding"]["request_sha256"]
+            if status_ref is None:
                 raise LookupError
             return self.dispatcher.query_operation_status(
-                principal, call, status_ref=audit["downstream"]["status_ref"],
-                expected_request_sha256=audit["binding"]["request_sha256"], now=now,
-            )
+                self.principal, call, status_ref=status_ref, expected_request_sha256=request_sha256, now=now)
         deadline = now if step["failure"] == "timeout_before_execute" else None
-        return self.dispatcher.dispatch(
-            principal, call, approvals=self.approvals(step, invocation), now=now, deadline=deadline)
+        approvals = self.approvals(step, invocation)
+        return self.dispatcher.dispatch(self.principal, call, approvals=approvals, now=now, deadline=deadline)
 
     def approvals(self, step: JsonObject, invocation: Invocation) -> list[Approval]:
+        """Obtain what the step asks for; a mismatched approval was issued for another operation id."""
         if step["approval"] == "none":
             return []
-        seen = invocation
         if step["approval"] == "mismatched":
-            context = invocation.call.context
-            other = "another-operation" if context.operation_id != "another-operation" else "yet-another-operation"
-            seen = replace(invocation, call=replace(invocation.call, context=replace(context, operation_id=other)))
+            context = step["execution_context"]
+            other = "other" if context["operation_id"] != "other" else "another"
+            call = _bound_call({**step, "execution_context": {**context, "operation_id": other}})
+            invocation = self.dispatcher.resolve(self.principal, call)
         lifetime = -1 if step["approval"] == "expired" else MAX_APPROVAL_SECONDS
         return [self.dispatcher.authority.issue(
-            seen, self.dispatcher.find_resource(seen), approver_id="human-reviewer-1",
-            expires_at=step["now"] + lifetime, approval_id=f"approval-{step['step_id']}"[:255],
+            invocation, self.dispatcher.find_resource(invocation), approver_id="human-reviewer-1",
+            expires_at=step["now"] + lifetime, approval_id="approval-1",
         )]
 
-    def explanation(
-        self, step: JsonObject, invocation: Invocation, package: Package, payload: JsonObject | None
-    ) -> JsonObject:
+    def explanation(self, step: JsonObject, package: Package, payload: JsonObject | None) -> JsonObject:
+        error, audit = package["model_result"]["error"], package["protected_audit"]
+        told = ("action", "proposal", "execution_context", "approval", "failure", "now")
         return {
-            "action": step["action"],
-            "proposal": step["proposal"],
             "principal": self.case["principal"],
-            **{name: step[name] for name in ("execution_context", "approval", "failure", "now")},
+            **{name: step[name] for name in told},
             "gates": [*self.gates],
-            "stopped_at": self.gates[-1] if package["model_result"]["error"] else None,
-            "violations": (package["model_result"]["error"] or {"violations": []})["violations"],
-            "status_ref": package["protected_audit"]["downstream"]["status_ref"],
-            "digests": package["protected_audit"]["binding"],
+            "stopped_at": self.gates[-1] if error else None,
+            "violations": error["violations"] if error else [],
+            "status_ref": audit["downstream"]["status_ref"],
+            "digests": audit["binding"],
             "payload": payload,
         }
 
 
 def _bound_call(step: JsonObject) -> ToolCall:
-    context = dict(step["execution_context"])
-    profile = ProviderProfile(*(context.pop(name) for name in ProviderProfile.__dataclass_fields__))
-    return bind_tool_call(ModelProposal(**step["proposal"]), ExecutionContext(profile, **context))
+    names = ("response_id", "call_id", "operation_id", "idempotency_key")
+    host = {name: step["execution_context"][name] for name in names}
+    return bind_tool_call(ModelProposal(**step["proposal"]), ExecutionContext(_profile(step), **host))
 
 
 def _facts(model_result: JsonObject, side_effect_count: int) -> JsonObject:
-    policy = policy_of((model_result["error"] or {"code": "OK"})["code"])
+    """Return what a step's expectation speaks of."""
+    policy = policy_of(model_result["error"]["code"] if model_result["error"] else "OK")
+    execution = model_result["execution"]
     return {
-        "code": policy.code, "status": model_result["status"], "outcome": model_result["execution"]["outcome"],
-        "recovery": policy.recovery, "delivery": model_result["execution"]["delivery"],
+        "code": policy.code, "status": model_result["status"], "outcome": execution["outcome"],
+        "recovery": policy.recovery, "delivery": execution["delivery"],
         "data": model_result["data"], "side_effect_count": side_effect_count,
     }
 
 
-def _payload(invocation: Invocation, package: Package) -> tuple[JsonObject | None, list[Problem]]:
-    """Map a step's package by its own provider's adapter, which validates it first."""
-    adapters = {
+def _payload(invocation: Invocation, package: Package) -> tuple[JsonObject | None, list[JsonObject]]:
+    """Map a package by its provider's adapter, which validates it first; what that reports are mismatches."""
+    to_provider = {
         "openai": to_openai_responses, "anthropic": to_anthropic_messages, "google": to_gemini_interactions,
-    }
+    }[invocation.call.context.profile.provider]
     try:
-        return adapters[invocation.call.context.profile.provider](invocation, package), []
+        return to_provider(invocation, package), []
     except ResultContractError as error:
-        return None, error.problems
+        return None, [_mismatch(problem.path, problem.rule, None) for problem in error.problems]
 
 
 def _mismatch(name: str, expected: object, actual: object) -> JsonObject:
     return {"field": name, "expected": expected, "actual": actual}
 
 
-# =====================================================================================================
-# 15. Command line
-# =====================================================================================================
+# ===== 15. Command line =============================================================================
 
 PROGRAM: Final = "tool-dispatcher"
 WIDTH: Final = 100
@@ -2769,11 +2676,11 @@ class _UsageError(Exception):
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise _UsageError("the options are wrong; --help lists them")  # argparse's own text repeats what was typed
+        raise _UsageError("the options are wrong; --help lists them")  # argparse repeats what was typed
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return 0 where all passed, 1 where a step did not, 2 for a bad fixture or usage."""
+    """Run the command line; return 0 where all passed, 1 where a step did not, 2 for a bad fixture or use."""
     try:
         text, status = _answer(_parser().parse_args(argv))
     except (_UsageError, FixtureError) as error:
@@ -2788,11 +2695,11 @@ def _parser() -> argparse.ArgumentParser:
         add_help=False, allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--fixture", metavar="FILE", help="the fixture to run, - for standard input (default: the bundled one)")
+    add("--fixture", metavar="FILE", help="the fixture, - for standard input (default: the bundled one)")
     add("--case", metavar="ID", action="append", help="run only this case; may be repeated")
     add("--format", choices=("auto", "text", "json"), default="auto",
         help="auto is text on a terminal and JSON otherwise")
-    add("--explain", action="store_true", help="show for each step what was asked, the gates, and the payload")
+    add("--explain", action="store_true", help="show for each step what was asked, its gates and its payload")
     add = parser.add_mutually_exclusive_group().add_argument
     add("--print-schema", action="store_true", help="print the JSON Schema of a fixture")
     add("--tools", choices=tuple(PROFILES), help="print the demo's tool definitions for this provider")
@@ -2813,7 +2720,7 @@ def _answer(options: argparse.Namespace) -> tuple[str, int]:
         return _json_text(advertise_tools(demo_dispatcher().registry, PROFILES[options.tools])), 0
     report = run_fixture(_selected(_given_fixture(options.fixture), options.case), explain=options.explain)
     terminal = sys.stdout is not None and sys.stdout.isatty()
-    as_text = options.format == "text" or options.format == "auto" and terminal
+    as_text = options.format == "text" or (options.format == "auto" and terminal)
     return _report_text(report) if as_text else _json_text(report), 0 if report["passed"] else 1
 
 
@@ -2852,9 +2759,10 @@ def _step_lines(case_id: str, step: JsonObject) -> Iterator[str]:
     verdict, title = "ok" if step["passed"] else "FAIL", f"{case_id} / {step['step_id']}"
     if "explanation" in step:
         yield f"{title:<{WIDTH - 4}}{verdict:>4}"
-        yield from _explained(step, step["explanation"])
+        yield from _explained({**step, **step["explanation"]})
     elif "code" in step:
-        yield f"{verdict:<6}{title:<58}{step['code']}  {step['outcome']}  {step['delivery']}  effects {step['side_effect_count']}"
+        ending = "{code}  {outcome}  {delivery}  effects {side_effect_count}".format_map(step)
+        yield f"{verdict:<6}{title:<50}{ending}"
     else:
         yield f"{verdict:<6}{title}"
     for mismatch in step["mismatches"]:
@@ -2864,32 +2772,45 @@ def _step_lines(case_id: str, step: JsonObject) -> Iterator[str]:
         yield ""
 
 
-def _explained(step: JsonObject, told: JsonObject) -> Iterator[str]:
+def _explained(told: JsonObject) -> Iterator[str]:
     """Lay out one step: what came in, how far it got, how it ended, what goes out."""
-    context, principal, digests = told["execution_context"], told["principal"], told["digests"]
-    yield from _labelled("model says", f"{told['proposal']['name']} {canonical_json(told['proposal']['arguments'])}")
-    roles = f" ({', '.join(principal['roles'])})" if principal["roles"] else ""
-    yield from _labelled(
-        "host says", f"{told['action']} for {principal['subject_id']} of {principal['tenant_id']}{roles} at {told['now']}; "
-        f"approval {told['approval']}; failure {told['failure']}")
-    yield from _labelled("", f"{context['provider']} {context['api_family']}; response {context['response_id']}; "
-                         f"call {context['call_id']}; operation {context['operation_id']}; key {context['idempotency_key']}")
-    stopped = told["stopped_at"]
-    passed = told["gates"][:-1] if stopped else told["gates"]
-    yield from _labelled("gates passed", " > ".join(passed))
+    said, by, stopped = told["proposal"], told["principal"], told["stopped_at"]
+    host = {**told["execution_context"], "key": told["execution_context"]["idempotency_key"] or "none"}
+    who = ", ".join([f"{by['subject_id']} of {by['tenant_id']}", *by["roles"]])
+    yield from _labelled("model says", f"{said['name']} {canonical_json(said['arguments'])}")
+    asked = f"{told['action']} for {who}; now {told['now']}; approval {told['approval']}"
+    yield from _labelled("host says", asked)
+    ids = "{provider} {api_family}; {response_id}; {call_id}; {operation_id}; key {key}"
+    yield from _labelled("", ids.format_map(host))
+    if told["failure"] != "none":
+        yield from _labelled("failure", told["failure"])
+    yield from _labelled("gates passed", " > ".join(told["gates"][:-1] if stopped else told["gates"]))
     if stopped:
-        why = ", ".join(f"{problem['path'] or '/'} {problem['rule']}" for problem in told["violations"])
-        yield from _labelled("STOPPED AT", f"[{stopped}] {step['code']}" + (f": {why}" if why else ""))
-    yield from _labelled("ends", f"{step['status']}; outcome {step['outcome']}; delivery {step['delivery']}; "
-                         f"recovery {step['recovery']}; effects {step['side_effect_count']}")
-    yield from _labelled("digests", "  ".join(
-        f"{name.removesuffix('_sha256').removeprefix('call_')} {value[:12]}.." for name, value in digests.items()))
-    yield from _labelled("provider gets", canonical_json(told["payload"]), most=3)
+        why = "".join(f"  {problem['path'] or '/'} {problem['rule']}" for problem in told["violations"])
+        yield from _labelled("STOPPED AT", f"[{stopped}]  {told['code']}{why}")
+    ends = "{status}; outcome {outcome}; delivery {delivery}; recovery {recovery}; effects {side_effect_count}"
+    yield from _labelled("ends", ends.format_map(told))
+    digests = told["digests"].items()
+    yield from _labelled("digests", "  ".join(f"{name[:-7]} {value[:12]}.." for name, value in digests))
+    payload, text = canonical_json(told["payload"]), _carried_text(told["payload"])
+    yield from _labelled("provider gets", payload.replace(canonical_json(text), '".."'))
+    yield from _labelled("  with text", text, most=2)
 
 
-def _labelled(label: str, text: str, most: int = 6) -> Iterator[str]:
+def _carried_text(payload: Any) -> str:
+    """Return the canonical result text inside a provider payload, the longest text that it holds."""
+    if isinstance(payload, str):
+        return payload
+    members = payload.values() if isinstance(payload, dict) else payload if isinstance(payload, list) else ()
+    texts = map(_carried_text, members)
+    return max(texts, key=len, default="")
+
+
+def _labelled(label: str, text: str, most: int = 4) -> Iterator[str]:
     """Wrap a text beside its label; what does not fit into `most` lines is cut with two dots."""
-    lines = textwrap.wrap(_printable(text), WIDTH - _LABEL, max_lines=most, placeholder="..") or [""]
+    lines = textwrap.wrap(_printable(text), WIDTH - _LABEL, break_on_hyphens=False)
+    if len(lines) > most:
+        lines[most - 1:] = [lines[most - 1][:WIDTH - _LABEL - 2] + ".."]
     for number, line in enumerate(lines):
         yield f"  {'' if number else label:<{_LABEL - 2}}{line}"
 
@@ -2897,9 +2818,7 @@ def _labelled(label: str, text: str, most: int = 6) -> Iterator[str]:
 def _printable(text: str) -> str:
     """Escape what could steer a terminal: control, bidirectional and other invisible characters."""
     return "".join(
-        character if character.isprintable() else character.encode("unicode_escape").decode("ascii")
-        for character in text
-    )
+        letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
 
 
 def _lines(lines: Iterable[str]) -> str:
@@ -2907,7 +2826,7 @@ def _lines(lines: Iterable[str]) -> str:
 
 
 def _emit(text: str, stream: Any) -> bool:
-    """Write UTF-8 with LF on every platform; a closed pipe ends quietly. Tell whether nothing else went wrong."""
+    """Write UTF-8 with LF on every platform; a closed pipe ends quietly. Tell whether all else went well."""
     if stream is None:
         return True
     try:
@@ -2918,9 +2837,8 @@ def _emit(text: str, stream: Any) -> bool:
             stream.write(text)
         stream.flush()
     except OSError as error:
-        # Python flushes once more as it ends: let that go nowhere.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-        return isinstance(error, BrokenPipeError) or error.errno == errno.EINVAL  # EINVAL: the same on Windows
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # where Python's last flush may go
+        return isinstance(error, BrokenPipeError) or error.errno == errno.EINVAL  # the same on Windows
     return True
 
 
