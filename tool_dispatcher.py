@@ -59,6 +59,7 @@ import errno
 import functools
 import hashlib
 import hmac
+import itertools
 import json
 import os
 import pathlib
@@ -180,7 +181,8 @@ def decode_json(raw: bytes | str, *, max_bytes: int) -> Any:
         value = _DECODER.decode(text)
     except json.JSONDecodeError:
         raise JsonError("syntax") from None
-    _require_encodable(canonical_json(value))  # escapes may have spelt lone surrogates
+    if "\\u" in text:  # only an escape can have spelt a lone surrogate
+        _require_encodable(canonical_json(value))
     return value
 
 
@@ -210,15 +212,16 @@ def _require_encodable(text: str) -> bytes:
         raise JsonError("surrogate") from None
 
 
-# The possessive quantifiers never step back, so the scan is linear even on a text of quotes and backslashes.
-_STRING = re.compile(r'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
+_ESCAPE = re.compile(r"\\.", re.DOTALL)
 _BRACKET = re.compile(r"[\[\]{}]")
 
 
 def _require_shallow(text: str) -> None:
-    """Refuse deep nesting before Python's recursive decoder meets it. Brackets in strings do not count."""
+    """Refuse deep nesting before Python's recursive decoder meets it: one linear scan, whatever the text."""
+    # Without escapes every second piece between quotes stands outside of strings, where brackets count.
+    outside = "".join(_ESCAPE.sub("", text).split('"')[::2])
     level = 0
-    for bracket in _BRACKET.finditer(_STRING.sub("", text)):
+    for bracket in _BRACKET.finditer(outside):
         level += 1 if bracket[0] in "[{" else -1
         if level > MAX_LEVELS:
             raise JsonError("depth")
@@ -272,22 +275,19 @@ def plain_json(value: object) -> Any:
     """
     left = MAX_BUDGET - 1
 
-    def spend(cost: int) -> None:
-        nonlocal left
-        left -= cost
-        if left < 0:
-            raise JsonError("budget")
-
     def copied(value: Any, levels: int) -> Any:
+        nonlocal left
         kind = type(value)
+        if kind is str or kind is dict or kind is list:
+            left -= len(value)  # texts pay for characters, containers for members, before one is looked at
+            if left < 0:
+                raise JsonError("budget")
         if kind is str:
-            spend(len(value))  # before encoding: a huge string is refused by its length alone
             if not value.isascii():
                 _require_encodable(value)
         elif kind is dict or kind is list:
             if not levels:
                 raise JsonError("depth")
-            spend(len(value))  # a container pays for all its members before it looks at one
             if kind is dict:
                 return members(value, levels - 1)
             return [copied(item, levels - 1) for item in value]
@@ -299,11 +299,14 @@ def plain_json(value: object) -> Any:
         return value
 
     def members(value: dict[Any, Any], levels: int) -> JsonObject:
+        nonlocal left
         copy = {}
         for name, item in tuple(value.items()):  # a snapshot: its owner may be changing it in another thread
             if type(name) is not str:
                 raise JsonError("key")
-            spend(len(name))
+            left -= len(name)
+            if left < 0:
+                raise JsonError("budget")
             if not name.isascii():
                 _require_key(name)
             copy[name] = copied(item, levels)
@@ -327,6 +330,14 @@ def canonical_json(value: Any) -> str:
     '{"a":"é","b":[1,true]}'
     """
     return _ENCODER.encode(value)
+
+
+def _decode_canonical(text: str) -> Any:
+    """Decode a text that `canonical_json` wrote: a fresh copy with every call."""
+    return _PLAIN_DECODER.raw_decode(text)[0]  # it has no space around it to be skipped
+
+
+_PLAIN_DECODER: Final = json.JSONDecoder()
 
 
 def digest(document: Any) -> str:
@@ -382,7 +393,7 @@ Predicate = Callable[[Any, Any], bool]      # (what the keyword says, the value)
 
 
 def _is_one_of(options: list[Any], value: Any) -> bool:
-    return any(same_json(option, value) for option in options)
+    return any(map(same_json, options, itertools.repeat(value)))
 
 
 @functools.lru_cache(maxsize=256)
@@ -548,12 +559,17 @@ def require_schema(schema: object, *, role: Literal["data", "input", "output"] =
     object (its names are scanned in each result) but declare no sensitive name. Raises `ContractError`.
     """
     try:
-        copy: JsonObject = plain_json(schema)
+        text = canonical_json(plain_json(schema))
     except JsonError as error:
         raise ContractError(str(error)) from None
-    for path, complaint in _complaints(copy, (), role):
+    _require_sound(text, role)
+    return _decode_canonical(text)  # type: ignore[no-any-return]
+
+
+@functools.lru_cache(maxsize=64)  # the same contract is judged once, however often it is registered
+def _require_sound(text: str, role: str) -> None:
+    for path, complaint in _complaints(_decode_canonical(text), (), role):
         raise ContractError(f"contract at {pointer(path) or '/'}: {complaint}")
-    return copy
 
 
 def _complaints(schema: Any, path: Tokens, role: str) -> Iterator[tuple[Tokens, str]]:
@@ -972,7 +988,6 @@ class ToolSpec:
 
 _REVISION_NAMES: Final = tuple(Revisions.__dataclass_fields__)
 _UNREGISTERED_CONTRACT: Final = dict.fromkeys(("name", *_REVISION_NAMES, "contract_sha256"), UNREGISTERED)
-_RESOURCE_CONTRACT: Final = closed_object(revision=IDENTIFIER, permits={"type": "boolean"})
 _SPEC_CONTRACT: Final = closed_object(
     name={"type": "string", "maxLength": 64, "pattern": r"^[a-z][a-z0-9_]*$"},
     description={"type": "string", "minLength": 1, "maxLength": 1024},
@@ -1076,7 +1091,7 @@ class Invocation:
 
     def arguments(self) -> Any:
         """Decode a fresh copy of the arguments: one for each of the tool author's callables."""
-        return json.loads(str(self.call.arguments))
+        return _decode_canonical(str(self.call.arguments))
 
     @functools.cached_property
     def checked_arguments(self) -> Any:
@@ -1211,7 +1226,7 @@ class Approval:
 
     def public(self) -> JsonObject:
         """The part that an audit keeps."""
-        return {name: getattr(self, name) for name in _APPROVAL_FIELDS}
+        return {name: vars(self).get(name) for name in _APPROVAL_FIELDS}
 
 
 _APPROVAL_FIELDS: Final[JsonObject] = {
@@ -1219,9 +1234,7 @@ _APPROVAL_FIELDS: Final[JsonObject] = {
     "approver_id": IDENTIFIER,
     "expires_at": {"type": "integer", "minimum": 0, "maximum": MAX_INSTANT + MAX_APPROVAL_SECONDS},
 }
-_APPROVAL_CONTRACT: Final = closed_object(
-    **_APPROVAL_FIELDS, mac={"type": "string", "maxLength": 64, "pattern": r"^[0-9a-f]{64}$"},
-)
+_APPROVAL_CONTRACT: Final = closed_object(**_APPROVAL_FIELDS)
 
 
 class ApprovalAuthority:
@@ -1260,7 +1273,9 @@ class ApprovalAuthority:
         Verifying means recomputing: the mac binds the call, the key, the request, the tool contract and the
         resource revision that the approver saw (invariant 5).
         """
-        if type(approval) is not Approval or validate(_APPROVAL_CONTRACT, vars(approval)):
+        if type(approval) is not Approval or not is_digest(vars(approval).get("mac")):
+            return False
+        if validate(_APPROVAL_CONTRACT, approval.public()) or not is_instant(now):
             return False
         if not is_resource(resource) or approval.approval_id in self._revoked:
             return False
@@ -1285,7 +1300,8 @@ class ApprovalAuthority:
 
 def is_resource(answer: object) -> bool:
     """Tell whether an author's answer grants access: exactly a `Resource`, whole and well typed."""
-    return type(answer) is Resource and not validate(_RESOURCE_CONTRACT, vars(answer))
+    return type(answer) is Resource and is_identifier(vars(answer).get("revision")) and (
+        type(vars(answer).get("permits")) is bool)
 
 
 # ===== 9. Results: the two projections, built and rebuilt ===========================================
@@ -1340,7 +1356,7 @@ def _model_result(invocation: Invocation, ending: Ending) -> JsonObject:
     return {
         "schema_version": MODEL_RESULT_VERSION,
         "status": policy.status,
-        "data": json.loads(evidence.data_json) if evidence else None,
+        "data": _decode_canonical(evidence.data_json) if evidence else None,
         "error": None if policy is SUCCESS else _model_error(policy, invocation),
         "execution": {
             "outcome": policy.outcome, "delivery": ending.delivery, "complete": True, "truncated": False},
@@ -1480,7 +1496,7 @@ _CLAIMS: Final = open_object(
     ),
     protected_audit=open_object(
         recorded_at=UTC_SECOND,
-        approval=nullable(closed_object(**_APPROVAL_FIELDS)),
+        approval=nullable(_APPROVAL_CONTRACT),
         downstream=open_object(request_id={}, receipt_id={}, status_ref=nullable(IDENTIFIER)),
     ),
 )
@@ -1657,7 +1673,10 @@ def _claimed_call_id(package: object) -> tuple[str, list[Problem]]:
 
 
 class Operation(NamedTuple):
-    """One attempt at one effect: an immutable record, replaced whole by each transition."""
+    """One attempt at one effect: an immutable record, replaced whole by each transition.
+
+    The command is the handler's own, its arguments included; what was asked is read from `matter`.
+    """
 
     scope: Scope
     matter: Matter
@@ -1721,28 +1740,27 @@ class Ledger:
 
     def commit(self, operation: Operation, evidence: Evidence) -> bool:
         """Settle an operation in progress or unknown: its effect is proven, and so is its result."""
-        committed = operation._replace(state="committed", evidence=evidence)
-        return self._move(operation, ("in_progress", "unknown"), committed)
+        return self._move(operation, ("in_progress", "unknown"), state="committed", evidence=evidence)
 
     def doubt(self, operation: Operation) -> bool:
         """Give up an operation in progress whose ending nobody saw."""
-        return self._move(operation, ("in_progress",), operation._replace(state="unknown"))
+        return self._move(operation, ("in_progress",), state="unknown")
 
     def release(self, operation: Operation) -> bool:
         """Forget an operation in progress or unknown that provably never began."""
-        return self._move(operation, ("in_progress", "unknown"), None)
+        return self._move(operation, ("in_progress", "unknown"), state=None)
 
-    def _move(self, operation: Operation, states: tuple[str, ...], successor: Operation | None) -> bool:
+    def _move(self, operation: Operation, states: tuple[str, ...], *, state: Any, **changes: Any) -> bool:
         with self._lock:
             if self._operations.get(operation.scope) is not operation or operation.state not in states:
                 return False
             del self._unresolved[operation.matter]
-            if successor is None:
+            if state is None:
                 del self._operations[operation.scope], self._references[operation.status_ref]
-            else:
-                self._operations[operation.scope] = successor
-                if successor.state == "unknown":
-                    self._unresolved[operation.matter] = successor
+                return True
+            successor = self._operations[operation.scope] = operation._replace(state=state, **changes)
+            if state == "unknown":
+                self._unresolved[operation.matter] = successor
             return True
 
 
@@ -1922,8 +1940,7 @@ class Dispatcher:
             if standing is not operation:
                 return self._overtaken(invocation, standing, command.now)
             self._enter("handler")
-            own = replace(command, arguments=invocation.arguments())  # the ledger keeps the other copy
-            result, error = _attempt(invocation.tool.handler, own)
+            result, error = _attempt(invocation.tool.handler, command)
             if error:
                 code = _proven_code(error)
                 if code and self.ledger.release(operation):
@@ -1953,7 +1970,7 @@ class Dispatcher:
         if operation.state == "in_progress":
             raise Refused("OUTCOME_UNKNOWN", operation.status_ref)
         self._enter("receipt")
-        command = replace(operation.command, arguments=invocation.arguments(), now=now)
+        command = replace(operation.command, arguments=invocation.arguments(), now=now)  # a fresh copy
         receipt, error = _attempt(invocation.tool.find_receipt, command)  # type: ignore[arg-type]
         code = _proven_code(error)
         if code:
@@ -2240,8 +2257,7 @@ FAULTS: Final = (
 )
 
 
-@dataclass(frozen=True)
-class Order:
+class Order(NamedTuple):
     tenant_id: str
     owner_id: str
     status: str
@@ -2272,7 +2288,7 @@ class MockDownstream:
         with self._lock:
             order = self.orders[order_ref]
             stem, _, number = order.revision.rpartition("-r")
-            self.orders[order_ref] = replace(order, **changes, revision=f"{stem}-r{int(number) + 1}")
+            self.orders[order_ref] = order._replace(**changes, revision=f"{stem}-r{int(number) + 1}")
 
     def tools(self) -> tuple[ToolSpec, ToolSpec]:
         """Describe the two tools: `get_order`, a read, and `create_refund_draft`, a write."""
@@ -2537,10 +2553,14 @@ def run_fixture(fixture: object, *, explain: bool = False) -> JsonObject:
     provider gets. Raises `FixtureError` before anything runs.
     """
     try:
-        checked = _require_fixture(plain_json(fixture))
+        return _replay(_require_fixture(plain_json(fixture)), explain)
     except JsonError as error:
         raise FixtureError([Problem("", error.reason, str(error))]) from None
-    cases = [_CaseRun(case).report(explain) for case in checked["cases"]]
+
+
+def _replay(fixture: JsonObject, explain: bool) -> JsonObject:
+    """Replay a fixture that has been checked."""
+    cases = [_CaseRun(case).report(explain) for case in fixture["cases"]]
     return {
         "schema_version": REPORT_VERSION,
         "passed": all(case["passed"] for case in cases),
@@ -2718,7 +2738,7 @@ def _answer(options: argparse.Namespace) -> tuple[str, int]:
         return _json_text({"$schema": "https://json-schema.org/draft/2020-12/schema", **FIXTURE_SCHEMA}), 0
     if options.tools:
         return _json_text(advertise_tools(demo_dispatcher().registry, PROFILES[options.tools])), 0
-    report = run_fixture(_selected(_given_fixture(options.fixture), options.case), explain=options.explain)
+    report = _replay(_selected(_given_fixture(options.fixture), options.case), options.explain)
     terminal = sys.stdout is not None and sys.stdout.isatty()
     as_text = options.format == "text" or (options.format == "auto" and terminal)
     return _report_text(report) if as_text else _json_text(report), 0 if report["passed"] else 1
@@ -2788,8 +2808,8 @@ def _explained(told: JsonObject) -> Iterator[str]:
     if stopped:
         why = "".join(f"  {problem['path'] or '/'} {problem['rule']}" for problem in told["violations"])
         yield from _labelled("STOPPED AT", f"[{stopped}]  {told['code']}{why}")
-    ends = "{status}; outcome {outcome}; delivery {delivery}; recovery {recovery}; effects {side_effect_count}"
-    yield from _labelled("ends", ends.format_map(told))
+    ends = "{status}; outcome {outcome}; delivery {delivery}; recovery {recovery}; "
+    yield from _labelled("ends", (ends + "effects {side_effect_count}").format_map(told))
     digests = told["digests"].items()
     yield from _labelled("digests", "  ".join(f"{name[:-7]} {value[:12]}.." for name, value in digests))
     payload, text = canonical_json(told["payload"]), _carried_text(told["payload"])
