@@ -68,6 +68,7 @@ import sys
 import textwrap
 import threading
 import unicodedata
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
@@ -360,7 +361,7 @@ def same_json(left: Any, right: Any) -> bool:
     if kind is list:
         return len(left) == len(right) and all(map(same_json, left, right))
     if kind is dict:
-        return len(left) == len(right) and all(
+        return len(left) == len(right) and all(type(name) is str for name in right) and all(
             name in right and same_json(member, right[name]) for name, member in left.items())
     return bool(left == right)
 
@@ -559,11 +560,11 @@ def require_schema(schema: object, *, role: Literal["data", "input", "output"] =
     object (its names are scanned in each result) but declare no sensitive name. Raises `ContractError`.
     """
     try:
-        text = canonical_json(plain_json(schema))
+        copy: JsonObject = plain_json(schema)
     except JsonError as error:
         raise ContractError(str(error)) from None
-    _require_sound(text, role)
-    return _decode_canonical(text)  # type: ignore[no-any-return]
+    _require_sound(canonical_json(copy), role)
+    return copy
 
 
 @functools.lru_cache(maxsize=64)  # the same contract is judged once, however often it is registered
@@ -600,10 +601,12 @@ def _keywords_of(name: str) -> set[str]:
 
 
 def _compiles(pattern: str) -> bool:
-    try:
-        return bool(_compiled(pattern))
-    except re.error:
-        return False
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # what only warns today would refuse or match otherwise tomorrow
+        try:
+            return bool(_compiled(pattern))
+        except (re.error, OverflowError, RecursionError, Warning):
+            return False
 
 
 def _array_complaints(schema: JsonObject, path: Tokens, role: str) -> Iterator[tuple[Tokens, str]]:
@@ -762,6 +765,12 @@ PROFILES: Final[Mapping[str, ProviderProfile]] = MappingProxyType({profile.provi
 )})
 
 
+def is_registered(profile: object) -> bool:
+    """Tell whether `profile` is one of `PROFILES`."""
+    return type(profile) is ProviderProfile and all(map(is_identifier, vars(profile).values())) and (
+        profile in PROFILES.values())
+
+
 @dataclass(frozen=True)
 class ExecutionContext:
     """What the host says about one call.
@@ -778,9 +787,7 @@ class ExecutionContext:
     idempotency_key: str | None
 
     def __post_init__(self) -> None:
-        profile = self.profile
-        registered = type(profile) is ProviderProfile and is_identifier(profile.provider)
-        _require_host(registered and PROFILES.get(profile.provider) == profile, "profile")
+        _require_host(is_registered(self.profile), "profile")
         _require_host(all(map(is_identifier, (self.response_id, self.call_id, self.operation_id))), "context")
         _require_host(self.idempotency_key is None or is_identifier(self.idempotency_key), "idempotency key")
 
@@ -809,10 +816,9 @@ class ToolCall:
 def malformed(reason: str, given: object = None) -> Malformed:
     """Describe unreadable arguments by the digest of the provider's text, or of an object's canonical form.
 
-    Where there is neither, the reason is digested. A text counts up to `MAX_BUDGET` characters: hashing must
-    not cost more than reading would have.
+    Where there is neither, the reason is digested.
     """
-    text = given[:MAX_BUDGET] if type(given) is str else canonical_json(reason)
+    text = given if type(given) is str else canonical_json(reason)
     if type(given) is dict:
         with contextlib.suppress(JsonError):
             text = canonical_json(plain_json(given))
@@ -931,7 +937,7 @@ def _attempt(function: Callable[..., Any], *arguments: object) -> tuple[Any, Exc
 
 def _proven_code(error: Exception | None) -> str | None:
     """Return the code of a genuine `NotStarted`; any other exception, `Refused` included, proves nothing."""
-    code = error.code if type(error) is NotStarted else None
+    code = vars(error).get("code") if type(error) is NotStarted else None
     return code if type(code) is str and code in NotStarted.CODES else None
 
 
@@ -1109,7 +1115,7 @@ class Invocation:
         if problems or self.spec.rules is None:
             return "INVALID_ARGUMENTS" if problems else "OK", tuple(problems)
         answer, error = _attempt(self.spec.rules, self.arguments())
-        if error or not _are_declared_problems(answer, self.spec.input_schema):
+        if error is not None or not _are_declared_problems(answer, self.spec.input_schema):
             return _proven_code(error) or "TOOL_ERROR", ()
         return "INVALID_ARGUMENTS" if answer else "OK", tuple(answer)
 
@@ -1202,9 +1208,9 @@ def _is_declared_path(path: str, schema: JsonObject) -> bool:
     """Tell whether a JSON Pointer leads only through declared fields and array indexes."""
     first, *tokens = path.split("/")
     for token in tokens:
-        name = token.replace("~1", "/").replace("~0", "~")
-        if name in schema.get("properties", {}):
-            schema = schema["properties"][name]
+        declared = {pointer((name,))[1:]: inner for name, inner in schema.get("properties", {}).items()}
+        if token in declared:
+            schema = declared[token]
         elif "items" in schema and re.fullmatch("0|[1-9][0-9]{0,5}", token):
             schema = schema["items"]
         else:
@@ -1245,11 +1251,12 @@ class ApprovalAuthority:
     """
 
     def __init__(self, key: bytes, approvers: Iterable[str]) -> None:
+        eligible = (*approvers,)
         _require_host(type(key) is bytes and len(key) >= 32, "approval key")
+        _require_host(all(map(is_identifier, eligible)), "approver")
         self._key = key
-        self._approvers = {*approvers}
+        self._approvers = {*eligible}
         self._revoked: set[str] = set()
-        _require_host(all(map(is_identifier, self._approvers)), "approver")
 
     def issue(
         self, invocation: Invocation, resource: Resource | None, *,
@@ -1275,9 +1282,9 @@ class ApprovalAuthority:
         """
         if type(approval) is not Approval or not is_digest(vars(approval).get("mac")):
             return False
-        if validate(_APPROVAL_CONTRACT, approval.public()) or not is_instant(now):
+        if validate(_APPROVAL_CONTRACT, approval.public()) or approval.approval_id in self._revoked:
             return False
-        if not is_resource(resource) or approval.approval_id in self._revoked:
+        if type(invocation) is not Invocation or not is_resource(resource) or not is_instant(now):
             return False
         approver = approval.approver_id
         if approver not in self._approvers or approver == invocation.principal.subject_id:
@@ -1539,9 +1546,9 @@ def _rebuild(invocation: Invocation, package: object) -> tuple[Package, list[Pro
 
 def _claimed_ending(invocation: Invocation, package: Any) -> tuple[Ending, list[Problem]]:
     """Take the claims out of a plain package, vet them, and return the ending that they describe."""
-    problems = validate(_CLAIMS, package)
+    problems = _unbelievable(_CLAIMS, package)
     if problems:
-        return _NO_ENDING, [p._replace(rule="missing") if p.rule == "required" else p for p in problems]
+        return _NO_ENDING, problems
     model, audit = package["model_result"], package["protected_audit"]
     code = "OK" if model["error"] is None else model["error"]["code"]
     problems = _implausible(invocation, code, model, audit)
@@ -1555,6 +1562,10 @@ def _claimed_ending(invocation: Invocation, package: Any) -> tuple[Ending, list[
     problems = [p._replace(path=_CLAIMED_AT[p.path.split("/")[1]] + p.path) for p in problems]
     approval = audit["approval"] if invocation.tool.writes else None
     return Ending(code, audit["recorded_at"], model["execution"]["delivery"], evidence, approval), problems
+
+
+def _unbelievable(claims: JsonObject, package: object) -> list[Problem]:
+    return [p._replace(rule="missing") if p.rule == "required" else p for p in validate(claims, package)]
 
 
 _NO_ENDING: Final = Ending("TOOL_ERROR", "")
@@ -1660,7 +1671,7 @@ def _claimed_call_id(package: object) -> tuple[str, list[Problem]]:
         copy = plain_json(package)
     except JsonError as error:
         return "", [Problem("", error.reason, str(error))]
-    problems = validate(_CLAIMED_CALL, copy)
+    problems = _unbelievable(_CLAIMED_CALL, copy)
     return "" if problems else copy["protected_audit"]["provider_context"]["call_id"], problems
 
 
@@ -1927,7 +1938,7 @@ class Dispatcher:
     def _read(self, invocation: Invocation, command: Command) -> Package:
         self._enter("handler")
         result, error = _attempt(invocation.tool.handler, command)
-        if error:
+        if error is not None:
             raise Refused(_proven_code(error) or "TOOL_ERROR")
         return _success(invocation, "fresh", self._require_output(invocation, result), None, command.now)
 
@@ -1941,15 +1952,15 @@ class Dispatcher:
                 return self._overtaken(invocation, standing, command.now)
             self._enter("handler")
             result, error = _attempt(invocation.tool.handler, command)
-            if error:
+            if error is not None:
                 code = _proven_code(error)
-                if code and self.ledger.release(operation):
+                if code is None:
+                    raise Refused("OUTCOME_UNKNOWN", operation.status_ref)
+                if self.ledger.release(operation):
                     raise Refused(code)
-                raise Refused("OUTCOME_UNKNOWN", operation.status_ref)
-            evidence = self._require_output(invocation, result)
-            if not self.ledger.commit(operation, evidence):
-                return self._overtaken(invocation, self.ledger.find(operation.scope), command.now)
-            return _success(invocation, "fresh", evidence, approval, command.now)
+            elif self.ledger.commit(operation, evidence := self._require_output(invocation, result)):
+                return _success(invocation, "fresh", evidence, approval, command.now)
+            return self._overtaken(invocation, self.ledger.find(operation.scope), command.now)
         finally:
             self.ledger.doubt(operation)  # whatever was raised by whom; changes nothing once it is settled
 
@@ -1995,7 +2006,7 @@ class Dispatcher:
 def _reachable_resource(invocation: Invocation) -> Resource:
     """Ask the tool's author; absent, forbidden and nonsense are one answer (invariant 4)."""
     answer, error = _attempt(invocation.tool.find_resource, invocation.principal, invocation.arguments())
-    if error:
+    if error is not None:
         raise Refused(_proven_code(error) or "TOOL_ERROR")
     if not is_resource(answer):
         raise Refused("NOT_FOUND")
@@ -2135,8 +2146,10 @@ def _is_finished(document: JsonObject, finished: tuple[str, str] | None) -> bool
 
 def _decoded_arguments(given: object) -> Any:
     """Decode a provider's argument text; nothing but a text is read, and nothing is unwrapped."""
+    if type(given) is not str:
+        return malformed("type", given)
     try:
-        return decode_json(given, max_bytes=MAX_ARGUMENT_BYTES) if type(given) is str else malformed("type")
+        return decode_json(given, max_bytes=MAX_ARGUMENT_BYTES)
     except JsonError as error:
         return malformed(error.reason, given)
 
@@ -2224,16 +2237,17 @@ def advertise_tools(registry: Registry, profile: ProviderProfile) -> list[JsonOb
 
     Raises `HostContextError` for a profile that is not registered.
     """
-    _require_host(profile in PROFILES.values(), "profile")
+    _require_host(is_registered(profile), "profile")
     return [_definition(spec, profile.provider) for spec in registry]
 
 
 def _definition(spec: ToolSpec, provider: str) -> JsonObject:
-    definition: JsonObject = {"name": spec.name, "description": spec.description}
+    definition = {"name": spec.name, "description": spec.description}
+    schema = _advertised(plain_json(spec.input_schema))
     if provider == "anthropic":
-        return {**definition, "input_schema": _advertised(spec.input_schema), "strict": True}
-    definition = {"type": "function", **definition, "parameters": _advertised(spec.input_schema)}
-    return {**definition, "strict": True} if provider == "openai" else definition
+        return {**definition, "input_schema": schema, "strict": True}
+    strict = {"strict": True} if provider == "openai" else {}
+    return {"type": "function", **definition, "parameters": schema, **strict}
 
 
 def _advertised(schema: JsonObject) -> JsonObject:
@@ -2482,48 +2496,65 @@ def decode_fixture(raw: bytes | str) -> JsonObject:
         raise FixtureError([Problem("", error.reason, str(error))]) from None
 
 
+Places = list[tuple[str, JsonObject]]       # well-shaped cases or steps, each with its JSON Pointer
+
+
 def _require_fixture(fixture: Any) -> JsonObject:
     problems = validate(FIXTURE_SCHEMA, fixture)
-    if not any(problem.path.count("/") < 2 for problem in problems):
-        misshapen = {problem.path.split("/")[2] for problem in problems if problem.path.startswith("/cases/")}
-        sound = [pair for pair in enumerate(fixture["cases"]) if str(pair[0]) not in misshapen]
-        problems += _repeated("/cases", "id", sound)
-        for index, case in sound:
-            problems += _case_problems(f"/cases/{index}", case)
+    # A misshapen case or step is looked at no further, but hides no problem of the others.
+    paths = [problem.path for problem in problems]
+    misshapen = {"/".join(path.split("/")[:5 if "/steps/" in path else 3]) for path in paths}
+    if not misshapen & {"", "/cases"}:
+        cases = _well_shaped("/cases", fixture["cases"], misshapen)
+        problems += _repeated("id", cases)
+        for path, case in cases:
+            problems += _case_problems(path, case, misshapen)
     if problems:
         raise FixtureError(problems)
     return fixture  # type: ignore[no-any-return]
 
 
-def _repeated(path: str, name: str, items: Iterable[tuple[int, JsonObject]]) -> Iterator[Problem]:
+def _well_shaped(path: str, items: list[JsonObject], misshapen: set[str]) -> Places:
+    return [(f"{path}/{n}", item) for n, item in enumerate(items) if f"{path}/{n}" not in misshapen]
+
+
+def _repeated(name: str, places: Places) -> Iterator[Problem]:
     seen: set[str] = set()
-    for index, item in items:
+    for path, item in places:
         if item[name] in seen:
-            yield Problem(f"{path}/{index}/{name}", "unique", "must not be repeated")
+            yield Problem(f"{path}/{name}", "unique", "must not be repeated")
         seen.add(item[name])
 
 
-def _case_problems(path: str, case: JsonObject) -> Iterator[Problem]:
-    """Check what a schema cannot say about one well-shaped case."""
+def _case_problems(path: str, case: JsonObject, misshapen: set[str]) -> Iterator[Problem]:
+    """Check what a schema cannot say about one case."""
     roles = case["principal"]["roles"]
     if sorted({*roles}) != roles:
         yield Problem(path + "/principal/roles", "sorted", "must be sorted and unique")
-    yield from _repeated(path + "/steps", "step_id", enumerate(case["steps"]))
-    dispatched: set[str] = set()
-    for index, step in enumerate(case["steps"]):
-        yield from _step_problems(f"{path}/steps/{index}", step, dispatched)
-        if step["action"] == "dispatch":
+    steps = _well_shaped(path + "/steps", case["steps"], misshapen)
+    yield from _repeated("step_id", steps)
+    for where, step in steps:
+        yield from _step_problems(where, step)
+    if len(steps) == len(case["steps"]):  # else what a reference names may be among the misshapen
+        yield from _reference_problems(steps)
+
+
+def _reference_problems(steps: Places) -> Iterator[Problem]:
+    dispatched: set[str | None] = set()
+    for path, step in steps:
+        reference, query = step["status_ref_from"], step["action"] == "query_status"
+        if reference not in (dispatched if query else {None}):
+            message = "must name an earlier dispatch, and only for a query"
+            yield Problem(path + "/status_ref_from", "reference", message)
+        if not query:
             dispatched.add(step["step_id"])
 
 
-def _step_problems(path: str, step: JsonObject, dispatched: set[str]) -> Iterator[Problem]:
-    if _profile(step) not in PROFILES.values():
+def _step_problems(path: str, step: JsonObject) -> Iterator[Problem]:
+    if not is_registered(_profile(step)):
         yield Problem(path + "/execution_context", "profile", "must be a registered provider profile")
-    reference, query = step["status_ref_from"], step["action"] == "query_status"
-    if (reference not in dispatched) if query else (reference is not None):
-        yield Problem(path + "/status_ref_from", "reference", "must name an earlier dispatch, for a query")
     for name in ("failure", "approval"):
-        if query and step[name] != "none":
+        if step["action"] == "query_status" and step[name] != "none":
             yield Problem(f"{path}/{name}", "query", "must be none for a status query")
     yield from _expectation_problems(path + "/expected", step["expected"])
 
