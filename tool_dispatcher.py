@@ -70,7 +70,7 @@ import threading
 import unicodedata
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from datetime import datetime, timedelta
 from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple, NoReturn
@@ -454,7 +454,7 @@ def pointer(tokens: Tokens) -> str:
 
 
 def _walk(schema: Mapping[str, Any], value: Any, path: Tokens, found: list[Problem]) -> None:
-    kind = type(value)
+    kind = type(value) if type(type(value)) is type else object  # a metaclass could bring a hash of its own
     name = _TYPE_NAMES.get(kind)  # exact types: `true` is no integer, a tuple no array
     expected = schema.get("type", name)
     if name != expected and (type(expected) is str or name not in expected):
@@ -570,7 +570,7 @@ def require_schema(schema: object, *, role: Literal["data", "input", "output"] =
 @functools.lru_cache(maxsize=64)  # the same contract is judged once, however often it is registered
 def _require_sound(text: str, role: str) -> None:
     for path, complaint in _complaints(_decode_canonical(text), (), role):
-        raise ContractError(f"contract at {pointer(path) or '/'}: {complaint}")
+        raise ContractError(f"contract at {pointer(path) or '(root)'}: {complaint}")
 
 
 def _complaints(schema: Any, path: Tokens, role: str) -> Iterator[tuple[Tokens, str]]:
@@ -799,18 +799,8 @@ class Malformed:
     reason: str
     sha256: str
 
-
-@dataclass(frozen=True)
-class ToolCall:
-    """A proposal fixed for good under a context; made by `bind_tool_call` and by nothing else.
-
-    `arguments` is canonical JSON text. Whoever needs a value decodes a copy of their own, so what was
-    validated, authorized, approved and executed is one text.
-    """
-
-    name: str
-    arguments: str | Malformed
-    context: ExecutionContext
+    def __post_init__(self) -> None:
+        _require_host(is_identifier(self.reason) and is_digest(self.sha256), "malformed arguments")
 
 
 def malformed(reason: str, given: object = None) -> Malformed:
@@ -825,6 +815,27 @@ def malformed(reason: str, given: object = None) -> Malformed:
     return Malformed(reason, hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest())
 
 
+@dataclass(frozen=True)
+class ToolCall:
+    """A proposal fixed for good under a context; `bind_tool_call` makes it.
+
+    `arguments` is canonical JSON text. Whoever needs a value decodes a copy of their own, so what was
+    validated, authorized, approved and executed is one text. The proposal itself is not kept.
+    """
+
+    proposal: InitVar[ModelProposal]
+    context: ExecutionContext
+    name: str = field(init=False)
+    arguments: str | Malformed = field(init=False)
+
+    def __post_init__(self, proposal: ModelProposal) -> None:
+        _require_host(type(proposal) is ModelProposal, "proposal")
+        _require_host(type(self.context) is ExecutionContext, "context")
+        name = proposal.name if is_identifier(proposal.name) else MALFORMED_NAME
+        object.__setattr__(self, "name", name)
+        object.__setattr__(self, "arguments", _fixed_arguments(proposal.arguments))
+
+
 def bind_tool_call(proposal: ModelProposal, context: ExecutionContext) -> ToolCall:
     """Fix a proposal under the host's context (OWASP LLM01: model output is input, and untrusted).
 
@@ -832,10 +843,7 @@ def bind_tool_call(proposal: ModelProposal, context: ExecutionContext) -> ToolCa
     that is no identifier becomes the literal `(malformed)`. Raises `HostContextError` for anything but a
     `ModelProposal` and an `ExecutionContext`.
     """
-    _require_host(type(proposal) is ModelProposal, "proposal")
-    _require_host(type(context) is ExecutionContext, "context")
-    name: Any = proposal.name if is_identifier(proposal.name) else MALFORMED_NAME
-    return ToolCall(name, _fixed_arguments(proposal.arguments), context)
+    return ToolCall(proposal, context)
 
 
 def _fixed_arguments(arguments: object) -> str | Malformed:
@@ -850,7 +858,8 @@ def _fixed_arguments(arguments: object) -> str | Malformed:
 
 # ===== 6. Tools =====================================================================================
 # What a tool's author writes. The author is trusted to be honest, not to be right: every answer is judged,
-# every exception is caught at the call that raised it, and no text of either reaches a package.
+# every exception is caught at the call that raised it, and no text of either reaches a package. Answers have
+# slots, so that reading a field runs nothing of the author's.
 
 
 @dataclass(frozen=True)
@@ -865,7 +874,7 @@ class Revisions:
     policy: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Resource:
     """What a principal may reach: its current revision, and whether its business state permits the action."""
 
@@ -893,7 +902,7 @@ class Command:
     deadline: int | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class HandlerResult:
     """What a handler answers; judged by `validate_output`. A write carries a receipt id, a read `None`."""
 
@@ -905,7 +914,7 @@ class HandlerResult:
     receipt_id: str | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Receipt:
     """What a downstream remembers of an effect: which operation, which request, which effect, what result."""
 
@@ -913,6 +922,11 @@ class Receipt:
     request_sha256: str
     effect_revision: str
     result: HandlerResult
+
+
+def _fields(value: Any) -> JsonObject:
+    """Return the fields of a value with slots; one that was never set is `None`."""
+    return {name: getattr(value, name, None) for name in type(value).__slots__}
 
 
 class NotStarted(Exception):
@@ -924,7 +938,10 @@ class NotStarted(Exception):
         if code not in self.CODES:
             raise ValueError("this code is no proof that nothing began")
         super().__init__(code)
-        self.code = code
+
+    @property
+    def code(self) -> str:
+        return str(self.args[0])
 
 
 def _attempt(function: Callable[..., Any], *arguments: object) -> tuple[Any, Exception | None]:
@@ -937,7 +954,7 @@ def _attempt(function: Callable[..., Any], *arguments: object) -> tuple[Any, Exc
 
 def _proven_code(error: Exception | None) -> str | None:
     """Return the code of a genuine `NotStarted`; any other exception, `Refused` included, proves nothing."""
-    code = vars(error).get("code") if type(error) is NotStarted else None
+    code = error.args[0] if type(error) is NotStarted and error.args else None
     return code if type(code) is str and code in NotStarted.CODES else None
 
 
@@ -1221,7 +1238,7 @@ def _is_declared_path(path: str, schema: JsonObject) -> bool:
 # ===== 8. Approvals =================================================================================
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Approval:
     """A human's consent, signed by the authority. `expires_at` is in seconds since the epoch, half-open."""
 
@@ -1232,7 +1249,7 @@ class Approval:
 
     def public(self) -> JsonObject:
         """The part that an audit keeps."""
-        return {name: vars(self).get(name) for name in _APPROVAL_FIELDS}
+        return {name: getattr(self, name, None) for name in _APPROVAL_FIELDS}
 
 
 _APPROVAL_FIELDS: Final[JsonObject] = {
@@ -1280,7 +1297,7 @@ class ApprovalAuthority:
         Verifying means recomputing: the mac binds the call, the key, the request, the tool contract and the
         resource revision that the approver saw (invariant 5).
         """
-        if type(approval) is not Approval or not is_digest(vars(approval).get("mac")):
+        if type(approval) is not Approval or not is_digest(getattr(approval, "mac", None)):
             return False
         if validate(_APPROVAL_CONTRACT, approval.public()) or approval.approval_id in self._revoked:
             return False
@@ -1307,8 +1324,8 @@ class ApprovalAuthority:
 
 def is_resource(answer: object) -> bool:
     """Tell whether an author's answer grants access: exactly a `Resource`, whole and well typed."""
-    return type(answer) is Resource and is_identifier(vars(answer).get("revision")) and (
-        type(vars(answer).get("permits")) is bool)
+    return type(answer) is Resource and is_identifier(getattr(answer, "revision", None)) and (
+        type(getattr(answer, "permits", None)) is bool)
 
 
 # ===== 9. Results: the two projections, built and rebuilt ===========================================
@@ -1320,7 +1337,7 @@ class ResultContractError(ValueError):
     """A package that must not be sent on. `problems` says where it is wrong."""
 
     def __init__(self, problems: list[Problem]) -> None:
-        super().__init__("; ".join(f"{problem.path or '/'} {problem.rule}" for problem in problems))
+        super().__init__("; ".join(f"{problem.path or '(root)'} {problem.rule}" for problem in problems))
         self.problems = problems
 
 
@@ -1447,7 +1464,7 @@ def _examined_output(invocation: Invocation, result: object) -> tuple[Evidence |
     if type(result) is not HandlerResult:
         return None, [Problem("", "type", "must be a HandlerResult")]
     try:
-        document = plain_json(vars(result))
+        document = plain_json(_fields(result))
     except JsonError as error:
         return None, [Problem("", error.reason, str(error))]
     return _evidence(invocation, document)
@@ -1713,8 +1730,10 @@ class Ledger:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._calls: dict[bytes, bytes] = {}
+        # One table is the truth: a transition is one store into it, so an interruption finds it done or not
+        # begun. The other two only point into it and may point to what has gone or changed since.
         self._operations: dict[Scope, Operation] = {}
-        self._unresolved: dict[Matter, Operation] = {}   # at most one for each matter
+        self._attempted: dict[Matter, Scope] = {}
         self._references: dict[str, Scope] = {}
 
     def bind_call(self, identity: str, fingerprint: str) -> bool:
@@ -1730,12 +1749,12 @@ class Ledger:
     def find_unresolved(self, matter: Matter) -> Operation | None:
         """Return the operation on these very arguments that is in progress or unknown, under whatever key."""
         with self._lock:
-            return self._unresolved.get(matter)
+            return self._standing_unresolved(matter)
 
     def find_reference(self, status_ref: str) -> Operation | None:
         with self._lock:
-            scope = self._references.get(status_ref)
-            return self._operations.get(scope) if scope else None
+            operation = self._operations.get(self._references.get(status_ref, _NO_SCOPE))
+            return operation if operation and operation.status_ref == status_ref else None
 
     def claim(self, operation: Operation) -> Operation:
         """Record an attempt where nothing stands in its way; return the operation that stands now.
@@ -1743,10 +1762,11 @@ class Ledger:
         That is `operation` itself, or the one that was there first: an unresolved one before a settled one.
         """
         with self._lock:
-            standing = self._unresolved.get(operation.matter) or self._operations.get(operation.scope)
+            standing = self._standing_unresolved(operation.matter) or self._operations.get(operation.scope)
             if standing is None:
-                self._operations[operation.scope] = self._unresolved[operation.matter] = operation
                 self._references[operation.status_ref] = operation.scope
+                self._attempted[operation.matter] = operation.scope
+                self._operations[operation.scope] = operation
             return standing or operation
 
     def commit(self, operation: Operation, evidence: Evidence) -> bool:
@@ -1759,20 +1779,26 @@ class Ledger:
 
     def release(self, operation: Operation) -> bool:
         """Forget an operation in progress or unknown that provably never began."""
-        return self._move(operation, ("in_progress", "unknown"), state=None)
+        return self._move(operation, ("in_progress", "unknown"), state="absent")
+
+    def _standing_unresolved(self, matter: Matter) -> Operation | None:
+        operation = self._operations.get(self._attempted.get(matter, _NO_SCOPE))
+        if operation is None or operation.state == "committed" or operation.matter != matter:
+            return None
+        return operation
 
     def _move(self, operation: Operation, states: tuple[str, ...], *, state: Any, **changes: Any) -> bool:
         with self._lock:
             if self._operations.get(operation.scope) is not operation or operation.state not in states:
                 return False
-            del self._unresolved[operation.matter]
-            if state is None:
-                del self._operations[operation.scope], self._references[operation.status_ref]
-                return True
-            successor = self._operations[operation.scope] = operation._replace(state=state, **changes)
-            if state == "unknown":
-                self._unresolved[operation.matter] = successor
+            if state == "absent":
+                del self._operations[operation.scope]
+            else:
+                self._operations[operation.scope] = operation._replace(state=state, **changes)
             return True
+
+
+_NO_SCOPE: Final = ("", "", "", None)
 
 
 # ===== 11. The dispatcher ===========================================================================
@@ -1961,8 +1987,11 @@ class Dispatcher:
             elif self.ledger.commit(operation, evidence := self._require_output(invocation, result)):
                 return _success(invocation, "fresh", evidence, approval, command.now)
             return self._overtaken(invocation, self.ledger.find(operation.scope), command.now)
-        finally:
-            self.ledger.doubt(operation)  # whatever was raised by whom; changes nothing once it is settled
+        finally:  # whatever was raised by whom; it changes nothing once the operation is settled
+            try:
+                self.ledger.doubt(operation)
+            finally:
+                self.ledger.doubt(operation)  # an interruption may have met the first
 
     def _overtaken(self, invocation: Invocation, standing: Operation | None, now: int) -> Package:
         """Answer as a retry would: somebody else holds this scope or these very arguments."""
@@ -1992,7 +2021,7 @@ class Dispatcher:
             raise Refused("OUTCOME_UNKNOWN", operation.status_ref)
         if not _is_receipt_of(receipt, operation, invocation):
             raise Refused("STATUS_CONFLICT")
-        evidence = self._require_output(invocation, receipt.result)
+        evidence = self._require_output(invocation, _fields(receipt)["result"])
         if not self.ledger.commit(operation, evidence):
             return None
         return _success(invocation, "receipt_reconciled", evidence, operation.approval, now)
@@ -2028,12 +2057,8 @@ def _is_receipt_of(receipt: object, operation: Operation, invocation: Invocation
     """Tell whether a receipt speaks of this operation's effect; its result is judged afterwards."""
     if type(receipt) is not Receipt:
         return False
-    claimed = {name: value for name, value in vars(receipt).items() if name != "result"}
-    return same_json({
-        "status_ref": operation.status_ref,
-        "request_sha256": operation.command.request_sha256,
-        "effect_revision": invocation.contract["effect"],
-    }, claimed)
+    due = operation.status_ref, operation.command.request_sha256, invocation.contract["effect"]
+    return same_json([*due], [*_fields(receipt).values()][:len(due)])
 
 
 def _command(invocation: Invocation, resource: Resource, now: int, deadline: int | None) -> Command:
@@ -2135,7 +2160,7 @@ def _read_calls(provider: str, response: object, read: Callable[[object], Any]) 
 
 def _require_envelope(document: Any, contract: JsonObject) -> Any:
     for problem in validate(contract, document):
-        raise ProviderError(f"provider response at {problem.path or '/'}: {problem.message}")
+        raise ProviderError(f"provider response at {problem.path or '(root)'}: {problem.message}")
     return document
 
 
@@ -2464,9 +2489,10 @@ class FixtureError(ValueError):
     """A fixture that cannot be run. `problems` has every fault by JSON Pointer; the text shows up to 20."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
-        lines = [f"{problem.path or '/'}: {problem.message}" for problem in problems[:MAX_PRINTED_PROBLEMS]]
-        if len(problems) > MAX_PRINTED_PROBLEMS:
-            lines.append(f"... and {len(problems) - MAX_PRINTED_PROBLEMS} more")
+        shown = problems[:MAX_PRINTED_PROBLEMS]
+        lines = [f"{problem.path or '(root)'}: {problem.message}" for problem in shown]
+        if len(problems) > len(shown):
+            lines.append(f"... and {len(problems) - len(shown)} more")
         super().__init__("\n".join(lines))
         self.problems = tuple(problems)
 
@@ -2829,7 +2855,7 @@ def _explained(told: JsonObject) -> Iterator[str]:
     host = {**told["execution_context"], "key": told["execution_context"]["idempotency_key"] or "none"}
     who = ", ".join([f"{by['subject_id']} of {by['tenant_id']}", *by["roles"]])
     yield from _labelled("model says", f"{said['name']} {canonical_json(said['arguments'])}")
-    asked = f"{told['action']} for {who}; now {told['now']}; approval {told['approval']}"
+    asked = f"{told['action']} for {who}; now {told['now']} s; approval {told['approval']}"
     yield from _labelled("host says", asked)
     ids = "{provider} {api_family}; {response_id}; {call_id}; {operation_id}; key {key}"
     yield from _labelled("", ids.format_map(host))
@@ -2837,8 +2863,8 @@ def _explained(told: JsonObject) -> Iterator[str]:
         yield from _labelled("failure", told["failure"])
     yield from _labelled("gates passed", " > ".join(told["gates"][:-1] if stopped else told["gates"]))
     if stopped:
-        why = "".join(f"  {problem['path'] or '/'} {problem['rule']}" for problem in told["violations"])
-        yield from _labelled("STOPPED AT", f"[{stopped}]  {told['code']}{why}")
+        why = "".join(f"  {problem['path'] or '(root)'} {problem['rule']}" for problem in told["violations"])
+        yield from _labelled("ENDED AT", f"[{stopped}]  {told['code']}{why}")
     ends = "{status}; outcome {outcome}; delivery {delivery}; recovery {recovery}; "
     yield from _labelled("ends", (ends + "effects {side_effect_count}").format_map(told))
     digests = told["digests"].items()
