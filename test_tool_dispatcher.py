@@ -1,8 +1,8 @@
 """Proof of the boundary, in eight layers.
 
-Fixture, Digest, Dispatcher, Handler output, Result contract, Result set, Provider adapter, CLI. Each test is a
-sentence; where many inputs share one answer, the table stands above a short test. Helpers insist: `refusal` on
-the exact code and the gate, `problems` on the exact set of (path, rule).
+Fixture, Digest, Dispatcher, Handler output, Result contract, Result set, Provider adapter, CLI. Each test is
+a sentence; where many inputs share one answer, the table stands above a short test. Helpers insist: `refusal`
+on the exact code and the gate, `problems` on the exact set of (path, rule).
 """
 
 from __future__ import annotations
