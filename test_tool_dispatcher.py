@@ -2239,6 +2239,7 @@ DISPATCHER_WRITE = [
 ]
 DISPATCHER_QUERY = [*DISPATCHER_ASKED, "status_ref", "receipt", "output"]
 
+DISPATCHER_LABELS = ("input_schema", "output_schema", "effect", "handler", "producer", "policy")
 DISPATCHER_LAST = 253_402_300_799       # 9999-12-31T23:59:59Z
 DISPATCHER_NUMBER = {"type": ["integer", "boolean"]}
 DISPATCHER_ANSWER = answer({"n": 1, "more": {}}, receipt_id="receipt-1")
@@ -2253,9 +2254,9 @@ DispatcherHostile = type("Hostile", (Exception,), dict.fromkeys(
     ("__bool__", "__eq__", "__hash__", "__str__", "__getattr__"), raising(KeyError("MARKER"))))
 
 
-def dispatcher_forged_proof(code: object) -> td.NotStarted:
+def dispatcher_forged_proof(*args: object) -> td.NotStarted:
     proof = td.NotStarted("TOOL_ERROR")
-    proof.args = (code,)
+    proof.args = args
     return proof
 
 
@@ -2263,7 +2264,7 @@ DISPATCHER_ERRORS = (
     *(error("MARKER") for error in (
         Exception, ValueError, OSError, TimeoutError, StopIteration, AssertionError, RecursionError,
         MemoryError, td.HostContextError, td.JsonError, DispatcherFalse, DispatcherHostile)),
-    ExceptionGroup("MARKER", [td.NotStarted("RATE_LIMIT")]), td.NotStarted.__new__(td.NotStarted, "MARKER"),
+    ExceptionGroup("MARKER", [td.NotStarted("RATE_LIMIT")]), dispatcher_forged_proof(),
     td.Refused("NOT_FOUND"), td.Refused("OUTCOME_UNKNOWN", "MARKER"), DispatcherProof("RATE_LIMIT"),
     *map(dispatcher_forged_proof, ("OK", "MARKER", "NOT_FOUND", None, [], DispatcherText("RATE_LIMIT"))),
 )
@@ -2384,13 +2385,25 @@ def dispatcher_with_handler(spec: td.ToolSpec, handler: Callable[..., Any]) -> t
     return replace(spec, handler=handler)
 
 
+def dispatcher_fields(value: Any) -> dict[str, Any]:
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+
+
+def dispatcher_shown(value: object) -> str:
+    """A name for a row, also where the value cannot be shown whole."""
+    try:
+        return repr(value)[:100]
+    except AttributeError:
+        return f"an incomplete {type(value).__name__}"
+
+
 def dispatcher_imposters(value: object) -> tuple[object, object]:
     """A look-alike of a value, and an instance of a subclass of its class, with all that it holds."""
-    subclass = type("Subclass", (type(value),), {})
+    subclass, held = type("Subclass", (type(value),), {}), dispatcher_fields(value)
     heir = subclass.__new__(subclass)
-    for name, content in held(value).items():
-        object.__setattr__(heir, name, content)
-    return SimpleNamespace(**held(value)), heir
+    for name, member in held.items():
+        object.__setattr__(heir, name, member)
+    return SimpleNamespace(**held), heir
 
 
 def dispatcher_snapshot(world: World) -> object:
@@ -2571,7 +2584,7 @@ class DispatcherHostContext(unittest.TestCase):
 
     def setUp(self) -> None:
         self.world, self.call = DispatcherWorld(), dispatcher_probe(call_id="call-a")
-        self.principals = (None, "user-1", vars(USER), *dispatcher_imposters(USER))
+        self.principals = (None, "user-1", dispatcher_fields(USER), *dispatcher_imposters(USER))
         self.calls = (None, {}, td.ModelProposal("probe", {}), self.world.invocation(self.call),
                       *dispatcher_imposters(self.call))
         self.instants = (-1, DISPATCHER_LAST + 1, True, 1000.0, "1000", [])
@@ -2618,7 +2631,7 @@ class DispatcherInvocation(unittest.TestCase):
         get_order, refund = td.Registry(td.MockDownstream().tools())
         self.assertEqual(td.Invocation(USER, read(), get_order).principal, USER)
         self.assertIsNone(td.Invocation(USER, read(), None).status_ref)
-        lookalike = SimpleNamespace(**vars(get_order))
+        lookalike = dispatcher_imposters(get_order)[0]
         for principal, call, spec in (
             (None, read(), get_order), (USER, None, get_order), (USER, read(), refund),
             (USER, read(), lookalike),
@@ -2642,7 +2655,7 @@ class DispatcherInvocation(unittest.TestCase):
         changed = [digest(dispatcher_probe(2)), digest(dispatcher_probe(True)),
                    digest(bound("other", {"n": 1}))]
         changed += [digest(principal=principal) for principal in DISPATCHER_OTHERS]
-        for name in vars(published):
+        for name in DISPATCHER_LABELS:
             world.publish(revisions=replace(published, **{name: "changed"}))
             (changed if name in ("input_schema", "output_schema", "effect") else kept).append(digest())
         self.assertEqual(set(kept), {first})
@@ -2762,7 +2775,7 @@ class DispatcherIdentity(unittest.TestCase):
 
     def test_a_request_is_another_one_under_another_input_output_or_effect_revision(self) -> None:
         published, call = tool_with().revisions, dispatcher_probe()
-        for name in vars(published):
+        for name in DISPATCHER_LABELS:
             with self.subTest(name):
                 world = DispatcherWorld()
                 world.dispatch(call)
@@ -2911,7 +2924,7 @@ class DispatcherAuthorization(unittest.TestCase):
             *(td.Resource(revision, True) for revision in (
                 "", "r 1", 1, None, "r" * 256, "\ud800", DispatcherText("r1"))),
         ):
-            with self.subTest(type(resource).__name__):
+            with self.subTest(dispatcher_shown(resource)):
                 world.resource = resource
                 self.assertEqual(world.refusal(call, approvals=approvals), ("NOT_FOUND", "authorization"))
         self.assertEqual(world.handler.count, 0)
@@ -2980,7 +2993,7 @@ class DispatcherApproval(unittest.TestCase):
 
     def test_an_approval_binds_the_whole_tool_contract(self) -> None:
         published = tool_with().revisions
-        changes = [{"revisions": replace(published, **{name: "changed"})} for name in vars(published)]
+        changes = [{"revisions": replace(published, **{name: "changed"})} for name in DISPATCHER_LABELS]
         changes += [{"max_output_bytes": 1025}, {"max_output_depth": 9}, {"echoes": {}},
                     {"input_schema": {**self.world.spec.input_schema, "title": "unlabelled"}},
                     {"output_schema": {**self.world.spec.output_schema, "title": "unlabelled"}}]
@@ -3040,7 +3053,7 @@ class DispatcherApproval(unittest.TestCase):
 
     def test_only_exactly_an_approval_is_one(self) -> None:
         approval = self.world.approval(self.call)
-        for other in (None, 7, True, "approval-1", held(approval), td.Approval, [approval],
+        for other in (None, 7, True, "approval-1", dispatcher_fields(approval), td.Approval, [approval],
                       td.Approval.__new__(td.Approval), *dispatcher_imposters(approval)):
             with self.subTest(type(other).__name__):
                 self.invalid(other)
@@ -3052,7 +3065,7 @@ class DispatcherApproval(unittest.TestCase):
         self.assertTrue(authority.verify(approval, invocation, self.world.resource, 0))
         for given, now in (
             *((invocation, now) for now in (None, False, 0.0, "0", [])),
-            *((given, 0) for given in (None, self.call, SimpleNamespace(**vars(invocation)))),
+            *((given, 0) for given in (None, self.call, SimpleNamespace(**dispatcher_fields(invocation)))),
         ):
             with self.subTest(str(given)[:20], now=now):
                 self.assertFalse(authority.verify(approval, given, self.world.resource, now))
@@ -3234,7 +3247,7 @@ class DispatcherIdempotency(unittest.TestCase):
             ("operation", {}, {"operation_id": "op-2"}), ("response", {}, {"response_id": "resp-2"}),
             ("limit", {"max_output_bytes": 1025}, {}),
             *((label, {"revisions": replace(published, **{label: "changed"})}, {})
-              for label in vars(published)),
+              for label in DISPATCHER_LABELS),
         ):
             with self.subTest(name):
                 world.publish(**changes)
@@ -3444,6 +3457,17 @@ class DispatcherLedger(unittest.TestCase):
             self.assertIs(self.move(move, first), False)
         self.assertIs(self.ledger.find(first.scope), second)
 
+    def test_what_was_released_leaves_nothing_behind_for_another_attempt_in_its_scope(self) -> None:
+        first, second, elsewhere = self.attempt(), self.attempt(n=2), self.attempt(key="key-2")
+        self.ledger.claim(first)
+        self.ledger.release(first)
+        self.ledger.claim(second)
+        self.assertIsNone(self.ledger.find_unresolved(first.matter))
+        self.assertIsNone(self.ledger.find_reference(first.status_ref))
+        self.assertIs(self.ledger.find_reference(second.status_ref), second)
+        self.assertIs(self.ledger.claim(elsewhere), elsewhere)
+        self.assertIs(self.ledger.find_unresolved(first.matter), elsewhere)
+
     def test_a_committed_record_keeps_its_evidence_and_the_rest_of_its_attempt(self) -> None:
         first = self.attempt()
         self.ledger.claim(first)
@@ -3618,8 +3642,8 @@ class DispatcherOutcome(unittest.TestCase):
     def test_a_write_whose_output_is_refused_is_unknown_and_does_not_run_again(self) -> None:
         good, endless, world = {"n": 1, "more": {}}, [], DispatcherWorld()
         endless.append(endless)
-        outputs = [None, True, good, held(DISPATCHER_ANSWER), td.HandlerResult.__new__(td.HandlerResult),
-                   *dispatcher_imposters(DISPATCHER_ANSWER)]
+        outputs = [None, True, good, td.HandlerResult.__new__(td.HandlerResult),
+                   dispatcher_fields(DISPATCHER_ANSWER), *dispatcher_imposters(DISPATCHER_ANSWER)]
         outputs += [replace(DISPATCHER_ANSWER, data=data) for data in (
             None, [], {}, (1,), 1.5, float("nan"), b"x", {1}, *({**good, **change} for change in (
                 {"n": 2}, {"n": True}, {"status": "refunded"}, {"more": endless}, {"more": {"x": "\ud800"}},
@@ -3631,7 +3655,7 @@ class DispatcherOutcome(unittest.TestCase):
             {"receipt_id": None}, {"producer_revision": "other"}, {"observed_at": "2026-02-30T00:00:00Z"})]
         for number, output in enumerate(outputs):
             somebody, call = td.Principal("tenant-a", f"subject-{number}", ()), dispatcher_probe()
-            with self.subTest(number):
+            with self.subTest(dispatcher_shown(output)):
                 world.handler.does = lambda command: output  # noqa: B023
                 package = world.approved(call, somebody)
                 self.assertEqual(world.ending(package), ("OUTPUT_CONTRACT_VIOLATION", "output"))
@@ -3833,14 +3857,15 @@ class DispatcherStatusQuery(unittest.TestCase):
         conflict, violation = ("STATUS_CONFLICT", "receipt"), ("OUTPUT_CONTRACT_VIOLATION", "output")
         for ending, receipts in (
             (conflict, [
-                False, True, 0, "", {}, [], held(good), DISPATCHER_ANSWER, td.Receipt.__new__(td.Receipt),
-                *dispatcher_imposters(good),
+                False, True, 0, "", {}, [], DISPATCHER_ANSWER, td.Receipt.__new__(td.Receipt),
+                dispatcher_fields(good), *dispatcher_imposters(good),
                 *(replace(good, **{name: value})
                   for name in ("status_ref", "request_sha256", "effect_revision")
                   for value in ("x", "0" * 64, None, 7, [], text(getattr(good, name)))),
             ]),
             (violation, [replace(good, result=result) for result in (
-                None, {}, held(DISPATCHER_ANSWER), *dispatcher_imposters(DISPATCHER_ANSWER), other,
+                None, {}, other, dispatcher_fields(DISPATCHER_ANSWER),
+                *dispatcher_imposters(DISPATCHER_ANSWER),
                 *(replace(DISPATCHER_ANSWER, **change) for change in (
                     {"receipt_id": None}, {"receipt_id": ""}, {"producer_revision": "x"}, {"request_id": 7},
                     {"observed_at": "now"}, {"data": {"n": 1, "more": {"authorization": "x"}}},
@@ -3848,7 +3873,7 @@ class DispatcherStatusQuery(unittest.TestCase):
             )] + [partial]),
         ):
             for receipt in receipts:
-                with self.subTest(type(receipt).__name__):
+                with self.subTest(dispatcher_shown(receipt)):
                     world.find_receipt.does = receipt
                     self.unsettled(self.query(), ending, operation)
         world.find_receipt.does = good
@@ -4375,10 +4400,12 @@ class HandlerOutput(unittest.TestCase):
         self.assertEqual(output_of_draft(), set())
 
     def test_only_an_exact_handler_result_is_looked_into(self) -> None:
-        look_alike = type("HandlerResult", (td.HandlerResult,), {})(**held(answer({})))
+        names = "data", "producer_revision", "resource_revision", "observed_at", "request_id", "receipt_id"
+        fields = {name: getattr(answer({}), name) for name in names}
+        look_alike = type("HandlerResult", (td.HandlerResult,), {})(**fields)
         receipt = td.Receipt("status_1", "0" * 64, "effect-1", answer({}))
         invocation = td.Invocation(USER, bound("probe", {}), tool_with())
-        for result in (None, {}, held(answer({})), [answer({})], look_alike, receipt, td.HandlerResult):
+        for result in (None, {}, fields, [answer({})], look_alike, receipt, td.HandlerResult):
             with self.subTest(result=type(result)):
                 self.assertEqual(rules(td.validate_output(invocation, result)), {("", "type")})
 
@@ -4439,6 +4466,12 @@ class HandlerOutput(unittest.TestCase):
             self.assertEqual(output_of_draft(data={"draft_id": draft_id}), {("/data/draft_id", rule)})
         self.assertEqual(output_rules({"more": 1}), {("/data", "additionalProperties")})
         self.assertEqual(output_rules([]), {("/data", "type")})
+
+    def test_an_answer_whose_fields_were_never_set_is_refused_without_an_exception(self) -> None:
+        empty = td.HandlerResult.__new__(td.HandlerResult)
+        found = rules(td.validate_output(td.Invocation(USER, bound("probe", {}), tool_with()), empty))
+        self.assertEqual(found, {("/data", "type"), ("/producer_revision", "const"), ("/request_id", "type"),
+                                 ("/resource_revision", "type"), ("/observed_at", "type")})
 
     def test_echoes_equal_the_arguments_in_the_sense_of_json(self) -> None:
         shape = {"type": ["array", "boolean", "integer"], "maxItems": 4,

@@ -73,7 +73,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from datetime import datetime, timedelta
 from types import MappingProxyType
-from typing import Any, Final, Literal, NamedTuple, NoReturn
+from typing import Any, Final, Generic, Literal, NamedTuple, NoReturn, TypeVar
 
 __version__ = "1.0.0"
 
@@ -88,6 +88,8 @@ MAX_ARGUMENT_BYTES: Final = 16_384      # canonical UTF-8 of a call's arguments
 MAX_OUTPUT_BYTES: Final = 65_536        # the most a tool may allow itself: its package still fits the budget
 MAX_OUTPUT_LEVELS: Final = MAX_LEVELS - 2   # data stands two levels deep in its package
 MAX_FIXTURE_BYTES: Final = 65_536
+MAX_NAME_LENGTH: Final = 128            # of a field, where fields are declared or scanned
+MAX_PROBLEMS: Final = 1024              # looked for in one array
 MAX_VIOLATIONS: Final = 16              # in one model-visible error
 MAX_ROLES: Final = 32
 MAX_APPROVALS: Final = 16               # looked at in one dispatch; each costs one HMAC
@@ -115,6 +117,22 @@ _HEX_DIGEST = re.compile(r"[0-9a-f]{64}")
 _EPOCH = datetime(1970, 1, 1)
 
 
+T = TypeVar("T")
+
+
+class once(Generic[T]):
+    """A property that is computed once for each instance, and never under a lock."""
+
+    def __init__(self, function: Callable[[Any], T]) -> None:
+        self.function = function
+        self.__doc__ = function.__doc__
+
+    def __get__(self, instance: Any, owner: type) -> T:
+        value = self.function(instance)
+        instance.__dict__[self.function.__name__] = value  # found there from now on, before this descriptor
+        return value
+
+
 def is_identifier(value: object) -> bool:
     """Tell whether `value` is 1 to 255 printable ASCII characters without a space.
 
@@ -132,6 +150,11 @@ def is_digest(value: object) -> bool:
 def is_instant(value: object) -> bool:
     """Tell whether `value` is whole seconds since the epoch up to the year 9999; `True` is not 1."""
     return type(value) is int and 0 <= value <= MAX_INSTANT
+
+
+def is_sequence(value: object) -> bool:
+    """Tell whether `value` is exactly a list or a tuple."""
+    return type(value) is list or type(value) is tuple
 
 
 def is_utc_second(value: str) -> bool:
@@ -289,9 +312,10 @@ def plain_json(value: object) -> Any:
         elif kind is dict or kind is list:
             if not levels:
                 raise JsonError("depth")
+            # Tuples are snapshots: whoever kept the value may be changing it in another thread.
             if kind is dict:
                 return members(value, levels - 1)
-            return [copied(item, levels - 1) for item in value]
+            return [copied(item, levels - 1) for item in tuple(value)]
         elif kind is int:
             if not -MAX_SAFE_INTEGER <= value <= MAX_SAFE_INTEGER:
                 raise JsonError("number")
@@ -302,7 +326,7 @@ def plain_json(value: object) -> Any:
     def members(value: dict[Any, Any], levels: int) -> JsonObject:
         nonlocal left
         copy = {}
-        for name, item in tuple(value.items()):  # a snapshot: its owner may be changing it in another thread
+        for name, item in tuple(value.items()):
             if type(name) is not str:
                 raise JsonError("key")
             left -= len(name)
@@ -469,6 +493,8 @@ def _walk(schema: Mapping[str, Any], value: Any, path: Tokens, found: list[Probl
         _walk_object(schema, value, path, found)
     elif kind is list and "items" in schema:
         for index, item in enumerate(value):
+            if len(found) >= MAX_PROBLEMS:
+                break
             _walk(schema["items"], item, (*path, index), found)
 
 
@@ -489,7 +515,8 @@ def _walk_object(schema: Mapping[str, Any], value: JsonObject, path: Tokens, fou
 
 
 def _problem(path: Tokens, rule: str, limit: object) -> Problem:
-    return Problem(pointer(path), rule, f"must satisfy {rule} {canonical_json(limit)}")
+    shown = limit[:8] if isinstance(limit, list) else limit  # enough to be understood, cheap to repeat
+    return Problem(pointer(path), rule, f"must satisfy {rule} {canonical_json(shown)}")
 
 
 def open_object(**properties: JsonObject) -> JsonObject:
@@ -540,6 +567,7 @@ _FORBIDDEN_NAMES: Final = {
     "input": re.compile(f"tenant|subject|principal|approval|approver|{_CONTROL_NAMES}"),
     "output": re.compile(f"{_SENSITIVE_NAMES}|{_CONTROL_NAMES}"),
 }
+_INLINE_FLAG = re.compile(r"\(\?[aiLmsux-]")  # would undo the ASCII classes
 _NOT_ALPHANUMERIC = re.compile(r"[^a-z0-9]+")
 
 
@@ -549,8 +577,20 @@ def is_forbidden_name(name: str, role: str) -> bool:
     >>> is_forbidden_name("X-API-Key", "output"), is_forbidden_name("order_ref", "output")
     (True, False)
     """
+    if len(name) > MAX_NAME_LENGTH:
+        return True  # too long to be judged: normalizing takes quadratic time in the worst case
     plain = _NOT_ALPHANUMERIC.sub("", unicodedata.normalize("NFKC", name).casefold())
     return role in _FORBIDDEN_NAMES and _FORBIDDEN_NAMES[role].search(plain) is not None
+
+
+def _survey(value: Any, names: set[str]) -> int:
+    """Count levels of nesting (a scalar is 0, a flat object 1) and collect every name on the way."""
+    if type(value) is dict:
+        names.update(value)
+        value = value.values()
+    elif type(value) is not list:
+        return 0
+    return 1 + max([_survey(member, names) for member in value], default=0)
 
 
 def require_schema(schema: object, *, role: Literal["data", "input", "output"] = "data") -> JsonObject:
@@ -587,8 +627,12 @@ def _complaints(schema: Any, path: Tokens, role: str) -> Iterator[tuple[Tokens, 
         yield path, "has a keyword that is not enforced for its type"
     if "string" in names and not schema.keys() & {"maxLength", "enum", "const", "format"}:
         yield path, "needs maxLength, enum, const or format"
-    if "pattern" in schema and not _compiles(schema["pattern"]):
-        yield path, "has a pattern that is no regular expression"
+    if "pattern" in schema and (_INLINE_FLAG.search(schema["pattern"]) or not _compiles(schema["pattern"])):
+        yield path, "has a pattern that changes its flags or is no regular expression"
+    names_of_values: set[str] = set()
+    _survey([schema.get("const"), schema.get("enum")], names_of_values)
+    if any(is_forbidden_name(name, role) for name in names_of_values):
+        yield path, "offers a value with a name that is not this contract's to declare"
     if "array" in names:
         yield from _array_complaints(schema, path, role)
     if "object" in names:
@@ -733,7 +777,7 @@ class Principal:
         _require_host(type(self.roles) is tuple and len(self.roles) <= MAX_ROLES, "roles")
         _require_host(all(map(is_identifier, self.roles)) and sorted({*self.roles}) == [*self.roles], "roles")
 
-    @functools.cached_property
+    @once
     def ref(self) -> str:
         """The digest that stands for this principal in an audit: short, but no pseudonym."""
         return "sha256:" + digest(
@@ -986,7 +1030,7 @@ class ToolSpec:
     def writes(self) -> bool:
         return self.risk == "write"
 
-    @functools.cached_property
+    @once
     def contract(self) -> JsonObject:
         """The tool contract as an audit shows it; its digest follows the schemas, whatever the labels say."""
         contract_sha256 = digest({
@@ -996,7 +1040,7 @@ class ToolSpec:
         })
         return {"name": self.name, **vars(self.revisions), "contract_sha256": contract_sha256}
 
-    @functools.cached_property
+    @once
     def result_contract(self) -> JsonObject:
         """The contract of a whole `HandlerResult` of this tool."""
         return closed_object(
@@ -1051,7 +1095,11 @@ def _registered(spec: ToolSpec) -> ToolSpec:
     if not isinstance(spec.echoes, Mapping):
         raise ContractError("echoes map output fields to arguments")
     described = {name: getattr(spec, name) for name in _SPEC_CONTRACT["properties"]}
-    for problem in validate(_SPEC_CONTRACT, {**described, "revisions": vars(spec.revisions)}):
+    try:
+        described = plain_json({**described, "revisions": vars(spec.revisions)})
+    except JsonError as error:
+        raise ContractError(str(error)) from None
+    for problem in validate(_SPEC_CONTRACT, described):
         raise ContractError(f"tool at {problem.path}: {problem.message}")
     _require_callables(spec)
     copy = replace(
@@ -1116,12 +1164,12 @@ class Invocation:
         """Decode a fresh copy of the arguments: one for each of the tool author's callables."""
         return _decode_canonical(str(self.call.arguments))
 
-    @functools.cached_property
+    @once
     def checked_arguments(self) -> Any:
         """The copy that only the dispatcher looks at."""
         return self.arguments()
 
-    @functools.cached_property
+    @once
     def input_verdict(self) -> tuple[str, tuple[Problem, ...]]:
         """The code with which the contract and the tool's own rules answer these arguments, and why."""
         if self.spec is None:
@@ -1142,7 +1190,7 @@ class Invocation:
         problems = self.input_verdict[1][:MAX_VIOLATIONS]
         return [{"path": problem.path, "rule": problem.rule} for problem in problems]
 
-    @functools.cached_property
+    @once
     def request_sha256(self) -> str:
         """Bind the business intent: who wants which tool to do what. The key only names it: it stays out."""
         arguments, contract = self.call.arguments, self.contract
@@ -1189,7 +1237,7 @@ class Invocation:
         profile = vars(self.call.context.profile).values()
         return self.request_sha256, *profile, *(self.contract[name] for name in bound)
 
-    @functools.cached_property
+    @once
     def idempotency_ref(self) -> str | None:
         """The digest that stands for the idempotency scope in an audit; `None` without a key."""
         tenant_id, subject_id, tool, key = self.scope
@@ -1198,7 +1246,7 @@ class Invocation:
             "tenant_id": tenant_id, "subject_id": subject_id, "tool": tool, "idempotency_key": key,
         })
 
-    @functools.cached_property
+    @once
     def status_ref(self) -> str | None:
         """Where a write's outcome is found again: a locator, no secret. `None` but for a write with a key."""
         if self.idempotency_ref is None or self.spec is None or not self.spec.writes:
@@ -1461,6 +1509,8 @@ def validate_output(invocation: Invocation, result: object) -> list[Problem]:
 
 def _examined_output(invocation: Invocation, result: object) -> tuple[Evidence | None, list[Problem]]:
     """Copy and check a result in one go, so that what was checked is what is kept."""
+    if type(invocation) is not Invocation:
+        return None, [Problem("", "invocation", "must be an Invocation")]
     if type(result) is not HandlerResult:
         return None, [Problem("", "type", "must be a HandlerResult")]
     try:
@@ -1494,16 +1544,6 @@ def _evidence(invocation: Invocation, document: JsonObject) -> tuple[Evidence | 
     if problems:
         return None, problems
     return Evidence(text, *(document[name] for name in Evidence._fields[1:])), []
-
-
-def _survey(value: Any, names: set[str]) -> int:
-    """Count levels of nesting (a scalar is 0, a flat object 1) and collect every name on the way."""
-    if type(value) is dict:
-        names.update(value)
-        value = value.values()
-    elif type(value) is not list:
-        return 0
-    return 1 + max([_survey(member, names) for member in value], default=0)
 
 
 # --- Validation: take the claims, vet them, build again, compare ---
@@ -1549,10 +1589,18 @@ def _rebuild(invocation: Invocation, package: object) -> tuple[Package, list[Pro
     """Return the package that this invocation and the given claims lead to, and how the given one differs."""
     if type(invocation) is not Invocation:
         return {}, [Problem("", "invocation", "must be an Invocation")]
+    copy, problems = _copied_package(package)
+    return ({}, problems) if problems else _rebuild_copy(invocation, copy)
+
+
+def _copied_package(package: object) -> tuple[Any, list[Problem]]:
     try:
-        copy = plain_json(package)
+        return plain_json(package), []
     except JsonError as error:
-        return {}, [Problem("", error.reason, str(error))]
+        return None, [Problem("", error.reason, str(error))]
+
+
+def _rebuild_copy(invocation: Invocation, copy: Any) -> tuple[Package, list[Problem]]:
     ending, problems = _claimed_ending(invocation, copy)
     if problems:
         return {}, problems
@@ -1649,19 +1697,21 @@ def validate_result_set(invocations: Sequence[Invocation], packages: Sequence[ob
 
 def _rebuild_set(invocations: Any, packages: Any) -> tuple[list[Package], list[Problem]]:
     """Return the rebuilt packages in call order, and all problems of the turn."""
-    if not _is_turn(invocations) or type(packages) not in (list, tuple) or len(packages) > MAX_CALLS:
+    if not _is_turn(invocations) or not is_sequence(packages) or len(packages) > MAX_CALLS:
         return [], [Problem("", "turn", "must be the calls and results of one turn")]
     expected = {invocation.call.context.call_id: invocation for invocation in invocations}
     rebuilt: dict[str, Package] = {}
     problems: list[Problem] = []
     for index, package in enumerate(packages):
-        call_id, found = _claimed_call_id(package)
+        copy, found = _copied_package(package)
+        found = found or _unbelievable(_CLAIMED_CALL, copy)
+        call_id = "" if found else copy["protected_audit"]["provider_context"]["call_id"]
         if not found and call_id not in expected:
             found = [Problem("", "unknown", "must answer a call of this turn")]
         elif call_id in rebuilt:
             found = [Problem("", "duplicate", "must answer a call that has no result yet")]
         elif not found:
-            rebuilt[call_id], found = _rebuild(expected[call_id], package)
+            rebuilt[call_id], found = _rebuild_copy(expected[call_id], copy)
         problems += [problem._replace(path=f"/{index}{problem.path}") for problem in found]
     unanswered = expected.keys() - rebuilt.keys()
     problems += [Problem("", "missing", "must answer every call")] * len(unanswered)
@@ -1669,7 +1719,7 @@ def _rebuild_set(invocations: Any, packages: Any) -> tuple[list[Package], list[P
 
 
 def _is_turn(invocations: Any) -> bool:
-    if type(invocations) not in (list, tuple) or not 1 <= len(invocations) <= MAX_CALLS:
+    if not is_sequence(invocations) or not 1 <= len(invocations) <= MAX_CALLS:
         return False
     if not all(type(invocation) is Invocation for invocation in invocations):
         return False
@@ -1681,15 +1731,6 @@ def _is_turn(invocations: Any) -> bool:
 
 _CLAIMED_CALL: Final = open_object(
     protected_audit=open_object(provider_context=open_object(call_id=IDENTIFIER)))
-
-
-def _claimed_call_id(package: object) -> tuple[str, list[Problem]]:
-    try:
-        copy = plain_json(package)
-    except JsonError as error:
-        return "", [Problem("", error.reason, str(error))]
-    problems = _unbelievable(_CLAIMED_CALL, copy)
-    return "" if problems else copy["protected_audit"]["provider_context"]["call_id"], problems
 
 
 # ===== 10. The ledger ===============================================================================
@@ -1842,7 +1883,7 @@ class Dispatcher:
         """
         self._enter("host_context")
         invocation = self.resolve(principal, call)
-        _require_host(type(approvals) in (list, tuple), "approvals")
+        _require_host(is_sequence(approvals), "approvals")
         _require_host(is_instant(now) and (deadline is None or is_instant(deadline)), "now or deadline")
         try:
             tool = self._require_contract(invocation, "dispatch")
@@ -2796,17 +2837,18 @@ def _answer(options: argparse.Namespace) -> tuple[str, int]:
     if options.tools:
         return _json_text(advertise_tools(demo_dispatcher().registry, PROFILES[options.tools])), 0
     report = _replay(_selected(_given_fixture(options.fixture), options.case), options.explain)
-    terminal = sys.stdout is not None and sys.stdout.isatty()
-    as_text = options.format == "text" or (options.format == "auto" and terminal)
+    as_text = options.format == "text" or (
+        options.format == "auto" and _is_open(sys.stdout) and sys.stdout.isatty())
     return _report_text(report) if as_text else _json_text(report), 0 if report["passed"] else 1
 
 
 def _given_fixture(source: str | None) -> JsonObject:
     if source == "-":
         try:
-            return decode_fixture(sys.stdin.buffer.read(MAX_FIXTURE_BYTES + 1))
-        except (AttributeError, OSError):  # standard input is closed, or a directory
+            raw = sys.stdin.buffer.read(MAX_FIXTURE_BYTES + 1)
+        except (AttributeError, OSError, ValueError):  # standard input is closed, or a directory
             raise FixtureIOError from None
+        return decode_fixture(raw)
     return load_fixture(source if source is not None else pathlib.Path(__file__).with_name("tool-cases.json"))
 
 
@@ -2902,9 +2944,14 @@ def _lines(lines: Iterable[str]) -> str:
     return "".join(_printable(line) + "\n" for line in lines)
 
 
+def _is_open(stream: Any) -> bool:
+    """Tell whether there is anything to write to; Python has `None` for a stream that it was started without."""
+    return stream is not None and not stream.closed
+
+
 def _emit(text: str, stream: Any) -> bool:
     """Write UTF-8 with LF on every platform; a closed pipe ends quietly. Tell whether all else went well."""
-    if stream is None:
+    if not _is_open(stream):
         return True
     try:
         if hasattr(stream, "buffer"):
