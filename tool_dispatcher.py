@@ -2945,7 +2945,7 @@ def _lines(lines: Iterable[str]) -> str:
 
 
 def _is_open(stream: Any) -> bool:
-    """Tell whether there is anything to write to; Python has `None` for a stream that it was started without."""
+    """Tell whether a stream can be written to; Python has `None` for one that it was started without."""
     return stream is not None and not stream.closed
 
 
