@@ -65,7 +65,6 @@ import os
 import pathlib
 import re
 import sys
-import textwrap
 import threading
 import unicodedata
 import warnings
@@ -785,8 +784,7 @@ class Principal:
         )
 
 
-@dataclass(frozen=True)
-class ModelProposal:
+class ModelProposal(NamedTuple):
     """What a model said. Both fields may be anything at all; `bind_tool_call` judges them."""
 
     name: object
@@ -836,15 +834,11 @@ class ExecutionContext:
         _require_host(self.idempotency_key is None or is_identifier(self.idempotency_key), "idempotency key")
 
 
-@dataclass(frozen=True)
-class Malformed:
+class Malformed(NamedTuple):
     """Arguments that could not be read: one word why, and the SHA-256 of what was given."""
 
     reason: str
     sha256: str
-
-    def __post_init__(self) -> None:
-        _require_host(is_identifier(self.reason) and is_digest(self.sha256), "malformed arguments")
 
 
 def malformed(reason: str, given: object = None) -> Malformed:
@@ -891,8 +885,9 @@ def bind_tool_call(proposal: ModelProposal, context: ExecutionContext) -> ToolCa
 
 
 def _fixed_arguments(arguments: object) -> str | Malformed:
-    if type(arguments) is Malformed:
-        return arguments  # an inbound adapter could not read them
+    if type(arguments) is Malformed:  # an inbound adapter could not read them
+        _require_host(is_identifier(arguments.reason) and is_digest(arguments.sha256), "malformed arguments")
+        return arguments
     try:
         text = canonical_json(plain_json(arguments))
     except JsonError as error:
@@ -926,8 +921,7 @@ class Resource:
     permits: bool
 
 
-@dataclass(frozen=True)
-class Command:
+class Command(NamedTuple):
     """The one immutable order that a handler gets. `now` and `deadline` are seconds since the epoch.
 
     `arguments` is a copy of the handler's own. `expected_revision` is the resource revision that was
@@ -1095,12 +1089,12 @@ def _registered(spec: ToolSpec) -> ToolSpec:
     if not isinstance(spec.echoes, Mapping):
         raise ContractError("echoes map output fields to arguments")
     described = {name: getattr(spec, name) for name in _SPEC_CONTRACT["properties"]}
+    for problem in validate(_SPEC_CONTRACT, {**described, "revisions": vars(spec.revisions)}):
+        raise ContractError(f"tool at {problem.path}: {problem.message}")
     try:
-        described = plain_json({**described, "revisions": vars(spec.revisions)})
+        _require_encodable(spec.description)
     except JsonError as error:
         raise ContractError(str(error)) from None
-    for problem in validate(_SPEC_CONTRACT, described):
-        raise ContractError(f"tool at {problem.path}: {problem.message}")
     _require_callables(spec)
     copy = replace(
         spec, echoes=MappingProxyType(dict(spec.echoes)),
@@ -1197,7 +1191,7 @@ class Invocation:
         return digest({
             "kind": "request", "tenant_id": self.principal.tenant_id, "subject_id": self.principal.subject_id,
             "tool": self.call.name,
-            "arguments": vars(arguments) if isinstance(arguments, Malformed) else arguments,
+            "arguments": arguments._asdict() if isinstance(arguments, Malformed) else arguments,
             **{name: contract[name] for name in ("input_schema", "output_schema", "effect")},
         })
 
@@ -1328,8 +1322,8 @@ class ApprovalAuthority:
         approver_id: str, expires_at: int, approval_id: str,
     ) -> Approval:
         """Sign consent to one call in one resource state. It signs what it is given: only `verify` judges."""
-        unsigned = Approval(approval_id, approver_id, expires_at, mac="")
-        return replace(unsigned, mac=self._mac(unsigned, invocation, resource))
+        public = {"approval_id": approval_id, "approver_id": approver_id, "expires_at": expires_at}
+        return Approval(**public, mac=self._mac(public, invocation, resource))  # type: ignore[arg-type]
 
     def revoke(self, approval_id: str) -> None:
         """Withdraw one approval."""
@@ -1345,23 +1339,26 @@ class ApprovalAuthority:
         Verifying means recomputing: the mac binds the call, the key, the request, the tool contract and the
         resource revision that the approver saw (invariant 5).
         """
-        if type(approval) is not Approval or not is_digest(getattr(approval, "mac", None)):
+        if type(approval) is not Approval or type(invocation) is not Invocation:
             return False
-        if validate(_APPROVAL_CONTRACT, approval.public()) or approval.approval_id in self._revoked:
+        if not is_resource(resource) or not is_instant(now) or not is_digest(getattr(approval, "mac", None)):
             return False
-        if type(invocation) is not Invocation or not is_resource(resource) or not is_instant(now):
+        public = approval.public()
+        approval_id, approver_id, expires_at = public.values()
+        if not is_identifier(approval_id) or approval_id in self._revoked:
             return False
-        approver = approval.approver_id
-        if approver not in self._approvers or approver == invocation.principal.subject_id:
+        if not is_identifier(approver_id) or approver_id not in self._approvers:
             return False
-        if not now < approval.expires_at <= now + MAX_APPROVAL_SECONDS:
+        if approver_id == invocation.principal.subject_id:
             return False
-        return hmac.compare_digest(approval.mac, self._mac(approval, invocation, resource))
+        if type(expires_at) is not int or not now < expires_at <= now + MAX_APPROVAL_SECONDS:
+            return False
+        return hmac.compare_digest(approval.mac, self._mac(public, invocation, resource))
 
-    def _mac(self, approval: Approval, invocation: Invocation, resource: object) -> str:
+    def _mac(self, public: JsonObject, invocation: Invocation, resource: object) -> str:
         context = invocation.call.context
         document = {
-            "kind": "approval", "approval": approval.public(),
+            "kind": "approval", "approval": public,
             "profile": vars(context.profile), "response_id": context.response_id, "call_id": context.call_id,
             "operation_id": context.operation_id, "idempotency_key": context.idempotency_key,
             "request_sha256": invocation.request_sha256, "tool_contract": invocation.contract,
@@ -2031,8 +2028,9 @@ class Dispatcher:
         finally:  # whatever was raised by whom; it changes nothing once the operation is settled
             try:
                 self.ledger.doubt(operation)
-            finally:
-                self.ledger.doubt(operation)  # an interruption may have met the first
+            except BaseException:  # an interruption fell into it
+                self.ledger.doubt(operation)
+                raise
 
     def _overtaken(self, invocation: Invocation, standing: Operation | None, now: int) -> Package:
         """Answer as a retry would: somebody else holds this scope or these very arguments."""
@@ -2051,7 +2049,7 @@ class Dispatcher:
         if operation.state == "in_progress":
             raise Refused("OUTCOME_UNKNOWN", operation.status_ref)
         self._enter("receipt")
-        command = replace(operation.command, arguments=invocation.arguments(), now=now)  # a fresh copy
+        command = operation.command._replace(arguments=invocation.arguments(), now=now)  # a fresh copy
         receipt, error = _attempt(invocation.tool.find_receipt, command)  # type: ignore[arg-type]
         code = _proven_code(error)
         if code:
@@ -2127,8 +2125,7 @@ class ProviderError(ValueError):
     """A provider response whose calls cannot be correlated; raised before anything runs."""
 
 
-@dataclass(frozen=True)
-class ProviderCall:
+class ProviderCall(NamedTuple):
     """What a provider says about one call. `bind` adds what the host says: the two stay visibly apart."""
 
     proposal: ModelProposal
@@ -2927,6 +2924,8 @@ def _carried_text(payload: Any) -> str:
 
 def _labelled(label: str, text: str, most: int = 4) -> Iterator[str]:
     """Wrap a text beside its label; what does not fit into `most` lines is cut with two dots."""
+    import textwrap  # needed by nothing else: the other commands start sooner without it
+
     lines = textwrap.wrap(_printable(text), WIDTH - _LABEL, break_on_hyphens=False)
     if len(lines) > most:
         lines[most - 1:] = [lines[most - 1][:WIDTH - _LABEL - 2] + ".."]
