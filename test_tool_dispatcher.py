@@ -2232,6 +2232,101 @@ class DigestIntent(unittest.TestCase):
             self.assertEqual(world.refusal(bound("probe", {"n": 2}, call_id="call-1"), principal), ending)
 
 
+class DigestMeta(type):
+    """A metaclass whose classes cannot be hashed or compared without an exception."""
+
+    __hash__ = __eq__ = raising(KeyError("MARKER"))  # type: ignore[assignment]
+
+
+class DigestForeign(metaclass=DigestMeta):
+    """A value of such a class."""
+
+
+class DigestCost(unittest.TestCase):
+    """Bounds that keep work small whatever a careless contract or a hostile value asks for."""
+
+    def test_a_declared_name_has_at_most_128_characters(self) -> None:
+        for role in ("data", "input", "output"):
+            td.require_schema(td.closed_object(**{"n" * 128: td.IDENTIFIER}), role=role)
+            with self.assertRaises(td.ContractError):
+                td.require_schema(td.closed_object(**{"n" * 129: td.IDENTIFIER}), role=role)
+
+    def test_a_name_in_an_open_object_has_at_most_128_characters(self) -> None:
+        open_tool = tool_with(output_schema=td.closed_object(payload={"type": "object"}))
+        invocation = td.Invocation(USER, bound("probe", {}), open_tool)
+        for length, refused in ((128, set()), (129, {("/data", "name")})):
+            found = td.validate_output(invocation, answer({"payload": {"n" * length: 1}}))
+            self.assertEqual(rules(found), refused)
+        self.assertEqual([td.is_forbidden_name("n" * length, "data") for length in (128, 129)], [False, True])
+
+    def test_at_most_1024_problems_are_looked_for_in_an_array(self) -> None:
+        schema = {"type": "array", "maxItems": 4000, "items": {"type": "integer"}}
+        for count, found in ((1023, 1023), (1024, 1024), (1025, 1024), (4000, 1024)):
+            self.assertEqual(len(td.validate(schema, ["x"] * count)), found)
+
+    def test_a_message_repeats_at_most_eight_options(self) -> None:
+        few, many = (td.validate({"enum": [*range(count)]}, "x")[0].message for count in (8, 2000))
+        self.assertEqual(few, many)
+
+    def test_values_that_a_contract_offers_bear_only_names_that_it_may_declare(self) -> None:
+        for role, name, sound in (
+            ("input", "tenant_id", False), ("input", "amount", True), ("input", "token", True),
+            ("output", "tenant_id", True), ("output", "access_token", False), ("data", "access_token", True),
+        ):
+            for node in ({"const": {"deep": [{name: 1}]}}, {"enum": ["x", {name: 1}]}):
+                with self.subTest(role=role, node=node):
+                    schema = td.closed_object(offer=node)
+                    if sound:
+                        self.assertEqual(td.require_schema(schema, role=role), schema)
+                    else:
+                        self.assertRaises(td.ContractError, td.require_schema, schema, role=role)
+
+    def test_a_pattern_sets_no_flags(self) -> None:
+        for pattern, sound in (
+            (r"^(?:a)$", True), (r"^(?=a)a$", True), (r"^(?u:\d)$", False), (r"^(?i:a)$", False),
+            (r"^(?-i:a)$", False), (r"^(?s:.)$", False),
+        ):
+            with self.subTest(pattern):
+                schema = {"type": "string", "maxLength": 8, "pattern": pattern}
+                if sound:
+                    self.assertEqual(td.require_schema(schema), schema)
+                else:
+                    self.assertRaises(td.ContractError, td.require_schema, schema)
+
+    def test_a_description_can_be_sent(self) -> None:
+        td.Registry([tool_with(description="Lies eine Größe.")])
+        with self.assertRaises(td.ContractError):
+            td.Registry([tool_with(description="\ud800")])
+
+    def test_a_class_that_raises_when_it_is_looked_up_is_only_a_wrong_type(self) -> None:
+        for schema, rule in (({"enum": [1]}, "enum"), ({"const": 1}, "const"), ({"type": "object"}, "type")):
+            self.assertEqual(problems(schema, DigestForeign()), {("", rule)})
+        self.assertEqual(problems({}, DigestForeign()), set())
+        world, call = World(), read()
+        package = world.dispatch(call)
+        for invocations, packages in (
+            (DigestForeign(), [package]), ([world.invocation(call)], DigestForeign()),
+        ):
+            self.assertEqual(rules(td.validate_result_set(invocations, packages)), {("", "turn")})
+        with self.assertRaises(td.HostContextError):
+            world.dispatch(call, approvals=DigestForeign())
+
+    def test_output_without_an_invocation_is_one_problem(self) -> None:
+        self.assertEqual(rules(td.validate_output(None, answer({}))), {("", "invocation")})  # type: ignore[arg-type]
+
+    def test_rules_of_two_calls_may_run_at_the_same_time(self) -> None:
+        meeting = threading.Barrier(2, timeout=5)
+        world = World(tool_with(rules=lambda arguments: [] * meeting.wait()))
+        endings: list[str] = []
+        threads = [threading.Thread(target=lambda: endings.append(code(world.dispatcher.dispatch(
+            USER, bound("probe", {}), now=NOW)))) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.assertEqual(endings, ["OK", "OK"])
+
+
 DISPATCHER_ASKED = ["host_context", "call_identity", "registry", "input", "authorization"]
 DISPATCHER_READ = [*DISPATCHER_ASKED, "business_state", "deadline", "handler", "output"]
 DISPATCHER_WRITE = [
@@ -4308,6 +4403,32 @@ class DispatcherInvariants(unittest.TestCase):
             self.assertEqual(sorted(package), ["model_result", "protected_audit"])
             self.assertEqual(td.validate_result(world.invocation(call), package), [])
         self.assertEqual(world.downstream.side_effect_count, 0)
+
+
+class DispatcherInterruptedLedger(td.Ledger):
+    """A ledger in which an interruption falls into the first `doubt`."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self.errors = [error]
+
+    def doubt(self, operation: td.Operation) -> bool:
+        if self.errors:
+            raise self.errors.pop()
+        return super().doubt(operation)
+
+
+class DispatcherInterruption(unittest.TestCase):
+    def test_an_interruption_of_the_last_transition_leaves_nothing_in_progress(self) -> None:
+        """Invariant 6."""
+        for error in (KeyboardInterrupt(), SystemExit(), ValueError()):
+            world = World(tool_with(risk="write", handler=raising(TimeoutError())))
+            world.dispatcher.ledger = ledger = DispatcherInterruptedLedger(error)
+            call = bound("probe", {}, key="key-1")
+            with self.subTest(repr(error)), self.assertRaises(type(error)):
+                world.approved(call)
+            operation = ledger.find(world.invocation(call).scope)
+            self.assertEqual(operation.state if operation else None, "unknown")
 
 
 # --- What several of these layers need ---
@@ -6419,6 +6540,25 @@ class CommandLine(unittest.TestCase):
         os.close(spare)
 
 
+class CommandLineClosed(unittest.TestCase):
+    def test_a_closed_stream_is_like_none(self) -> None:
+        closed = io.TextIOWrapper(io.BytesIO())
+        closed.close()
+        for stream in (None, closed):
+            for argv, status in (([], 0), (["--version"], 0), (["--nope"], 2), (["--fixture", "-"], 2)):
+                with self.subTest(argv=argv, stream=stream), contextlib.ExitStack() as stack:
+                    for name in ("stdin", "stdout", "stderr"):
+                        stack.enter_context(patch.object(sys, name, stream))
+                    self.assertEqual(td.main(argv), status)
+
+    def test_a_fixture_from_a_pipe_is_refused_for_what_is_wrong_with_it(self) -> None:
+        stdin, stderr = io.TextIOWrapper(io.BytesIO(b"{}")), io.StringIO()
+        with patch.object(sys, "stdin", stdin), patch.object(sys, "stderr", stderr):
+            self.assertEqual(td.main(["--fixture", "-"]), 2)
+        self.assertEqual([line.split(":")[0] for line in stderr.getvalue().splitlines()[1:]],
+                         ["/schema_version", "/contract", "/cases"])
+
+
 # --- Layer: README ---
 
 README = pathlib.Path(td.__file__).with_name("README.md")
@@ -6594,13 +6734,13 @@ LAYERS = (
     FixtureShape, FixtureRules, FixtureRuns, FixtureDemo,
     DigestStrictJson, DigestContracts, DigestCatalog, DigestHostValues,
     DigestRegistration, DigestBoundCalls, DigestRules, DigestBindings,
-    DigestIntent, DispatcherGates, DispatcherThirdTool, DispatcherHostContext,
-    DispatcherInvocation, DispatcherIdentity, DispatcherRules, DispatcherAuthorization,
-    DispatcherApproval, DispatcherIdempotency, DispatcherLedger, DispatcherOutcome,
-    DispatcherTime, DispatcherStatusQuery, DispatcherThreads, DispatcherInvariants,
-    HandlerOutput, ResultContract, ResultSet, ProviderInbound,
-    ProviderOutbound, ProviderTools, CommandLine, ReadmeTests,
-    CommandLineProcesses,
+    DigestIntent, DigestCost, DispatcherGates, DispatcherThirdTool,
+    DispatcherHostContext, DispatcherInvocation, DispatcherIdentity, DispatcherRules,
+    DispatcherAuthorization, DispatcherApproval, DispatcherIdempotency, DispatcherLedger,
+    DispatcherOutcome, DispatcherTime, DispatcherStatusQuery, DispatcherThreads,
+    DispatcherInvariants, DispatcherInterruption, HandlerOutput, ResultContract,
+    ResultSet, ProviderInbound, ProviderOutbound, ProviderTools,
+    CommandLine, CommandLineClosed, ReadmeTests, CommandLineProcesses,
 )
 
 
