@@ -384,8 +384,8 @@ class FixtureShape(unittest.TestCase):
             (f"{expected}/status", ["succeeded", "failed", "unknown"], "ok", "enum"),
             (f"{expected}/outcome", ["not_started", "committed", "unknown"], "started", "enum"),
             (f"{expected}/recovery",
-             ["none", "correct_input", "human_review", "request_approval", "retry_after", "query_status"],
-             "", "enum"),
+             ["none", "correct_input", "human_review", "request_approval", "retry_after", "query_status"], "",
+             "enum"),
             (f"{expected}/delivery", ["fresh", "local_replay", "receipt_reconciled"], "stale", "enum"),
             (f"{expected}/side_effect_count", [0, 2**53 - 1], -1, "minimum"),
         ]:
@@ -943,6 +943,17 @@ class DigestHostile(dict):
     items = keys = values = get = copy = trap
 
 
+class DigestMeta(type):
+    """The type of a type that cannot be looked up."""
+
+    def __hash__(cls) -> int:
+        raise RuntimeError
+
+
+class DigestUnhashed(metaclass=DigestMeta):
+    pass
+
+
 class DigestYes:
     """Equal to everything."""
 
@@ -992,9 +1003,9 @@ DIGEST_HOSTILE = [  # Python values that no JSON holds, and why
     (frozenset(), "type"), (datetime.date(2026, 1, 1), "type"), (decimal.Decimal(1), "type"),
     (DigestText("x"), "type"), (type("Int", (int,), {})(1), "type"), (type("List", (list,), {})(), "type"),
     (DigestHostile(a=1), "type"), (DigestTrap("x"), "type"), (DigestYes(), "type"), (dict, "type"),
-    ({1: 1, "1": 1}, "key"), ({None: 1}, "key"), ({True: 1}, "key"), ({DigestText("a"): 1}, "key"),
-    ({"\U0001f378": 1}, "key"), ({"a\U00010000": 1}, "key"), ("\ud83c", "surrogate"),
-    ({"\ud83c": 1}, "surrogate"), (nested(33), "depth"), (digest_cycle(), "depth"),
+    (DigestUnhashed(), "type"), ({1: 1, "1": 1}, "key"), ({None: 1}, "key"), ({True: 1}, "key"),
+    ({DigestText("a"): 1}, "key"), ({"\U0001f378": 1}, "key"), ({"a\U00010000": 1}, "key"),
+    ("\ud83c", "surrogate"), ({"\ud83c": 1}, "surrogate"), (nested(33), "depth"), (digest_cycle(), "depth"),
     ({"k": digest_cycle()}, "depth"), (digest_aliases(1, 1000, 1000, 1000), "budget"),
     (["x" * 65_000] * 1000, "budget"), ("x" * 200_000, "budget"), ("\ud83c" * 200_000, "budget"),
     ({"x" * 200_000: 1}, "budget"), ([None] * 200_000, "budget"),
@@ -1208,8 +1219,8 @@ class DigestContracts(unittest.TestCase):
         values = {"null": [None], "boolean": [True, False], "integer": [0, 2**60], "string": ["", "x"],
                   "array": [[], [1]], "object": [{}, {"a": 1}]}
         strange = [1.0, float("nan"), b"x", (), {1}, object(), DigestText("x"), DigestHostile(), DigestYes(),
-                   type("Int", (int,), {})(1), type("List", (list,), {})(), {1: 1}, {DigestTrap("a"): 1},
-                   {None: 1}]
+                   DigestUnhashed(), type("Int", (int,), {})(1), type("List", (list,), {})(), {1: 1},
+                   {DigestTrap("a"): 1}, {None: 1}]
         for names in [*([name] for name in values), ["string", "null"], ["object", "array", "integer"]]:
             schema = {"type": names[0] if len(names) == 1 else names}
             for name, good in values.items():
@@ -1360,6 +1371,40 @@ class DigestContracts(unittest.TestCase):
         for pattern in ("^a{99999999999}$", nest, "^[[a]$"):    # the last one only warns today
             self.assertFalse(digest_holds({"type": "string", "maxLength": 9, "pattern": pattern}))
 
+    def test_a_pattern_may_not_change_what_its_classes_mean(self) -> None:
+        for pattern, fits in [
+            ("^(?:a)$", True), ("^(?=a)a$", True), ("^(?!b)a$", True), ("^(?P<n>a)$", True),
+            (r"^\(\?i$", True),
+            *((f"^(?{flag}:a)$", False) for flag in ("a", "i", "m", "s", "u", "x", "-i", "i-s", "is")),
+            ("^a(?i)$", False), (r"^(?u:\d)$", False),
+        ]:
+            schema = {"type": "string", "maxLength": 9, "pattern": pattern}
+            self.assertEqual(digest_holds(schema), fits, pattern)
+
+    def test_a_constant_holds_no_name_that_a_field_may_not_bear(self) -> None:
+        for role, name in [("input", "tenant_id"), ("input", "call_id"), ("output", "token"),
+                           ("output", "sha256")]:
+            for value in ({name: 1}, [{"x": [{name: 1}]}]):
+                for schema in ({"const": value}, {"enum": ["x", value]},
+                               td.closed_object(x={"enum": [value]})):
+                    self.assertEqual([digest_holds(schema, "data"), digest_holds(schema, role)],
+                                     [True, False])
+            for schema in ({"const": name}, {"enum": [name, {"x": name}]}):     # a value is no name
+                self.assertTrue(digest_holds(schema, role))
+
+    def test_a_name_of_128_characters_may_be_declared_and_a_longer_one_may_not(self) -> None:
+        for length, forbidden in [(128, False), (129, True), (60_000, True)]:
+            name = "\ufdfa" * length     # the character that grows most where it is normalized
+            for role in ("input", "output"):
+                self.assertEqual(td.is_forbidden_name(name, role), forbidden)
+                self.assertEqual(digest_holds(td.closed_object(**{name: {"type": "null"}}), role),
+                                 not forbidden)
+
+    def test_at_most_1024_problems_are_looked_for_in_one_array(self) -> None:
+        schema = {"type": "array", "maxItems": 5_000, "items": {"type": "string", "maxLength": 1}}
+        for count, found in [(1_023, 1_023), (1_024, 1_024), (1_025, 1_024), (5_000, 1_024)]:
+            self.assertEqual(len(td.validate(schema, [1] * count)), found)
+
     def test_a_keyword_counts_only_for_its_own_type(self) -> None:
         own = {
             "string": ["minLength", "maxLength", "pattern", "format"], "integer": ["minimum", "maximum"],
@@ -1406,6 +1451,9 @@ class DigestContracts(unittest.TestCase):
                     self.assertEqual([not digest_holds(schema, role) for role in roles], expected)
 
 
+DIGEST_PROOFS = {"RATE_LIMIT", "TIMEOUT_BEFORE_EXECUTE", "BUSINESS_RULE_VIOLATION", "TOOL_ERROR"}
+
+
 class DigestCatalog(unittest.TestCase):
     """The error catalog of DESIGN 6."""
 
@@ -1437,10 +1485,9 @@ class DigestCatalog(unittest.TestCase):
         self.assertEqual(len({*messages}), 15)
 
     def test_only_four_codes_prove_that_nothing_began(self) -> None:
-        proofs = {"RATE_LIMIT", "TIMEOUT_BEFORE_EXECUTE", "BUSINESS_RULE_VIOLATION", "TOOL_ERROR"}
-        for code_ in proofs:
+        for code_ in DIGEST_PROOFS:
             self.assertEqual(td.NotStarted(code_).code, code_)
-        for code_ in ({"OK", "", None, "rate_limit", ("TOOL_ERROR",)} | {*td.ERROR_CATALOG}) - proofs:
+        for code_ in ({"OK", "", None, "rate_limit", ("TOOL_ERROR",)} | {*td.ERROR_CATALOG}) - DIGEST_PROOFS:
             self.assertRaises(ValueError, td.NotStarted, code_)
         self.assertRaises(ValueError, td.NotStarted, [])
 
@@ -1451,8 +1498,29 @@ DIGEST_NO_DIGESTS = [None, "", "0" * 63, "0" * 65, "A" * 64, "g" * 64, "0" * 63 
                      DigestText("0" * 64)]
 
 
+def digest_fields(value: Any) -> dict[str, Any]:
+    """The fields of a value type, whichever kind of class it is."""
+    names = getattr(value, "_fields", None) or [field.name for field in dataclasses.fields(value)]
+    return {name: getattr(value, name) for name in names}
+
+
+def digest_look_alike(value: Any) -> Any:
+    """The same value, but of a subclass."""
+    return type("LookAlike", (type(value),), {})(**digest_fields(value))
+
+
 def digest_context(**changes: object) -> td.ExecutionContext:
-    return replace(context(call_id="call-1", key="key-1"), **changes)
+    return td.ExecutionContext(**{**digest_fields(context(call_id="call-1", key="key-1")), **changes})
+
+
+def digest_labels(**changes: object) -> td.Revisions:
+    return td.Revisions(**{**digest_fields(tool_with().revisions), **changes})
+
+
+def digest_profile(**changes: object) -> td.ProviderProfile:
+    given = {"provider": "openai", "api_family": "responses", "adapter_revision": "openai-responses-v1",
+             **changes}
+    return td.ProviderProfile(**given)
 
 
 class DigestHostValues(unittest.TestCase):
@@ -1466,7 +1534,7 @@ class DigestHostValues(unittest.TestCase):
         roles = tuple(f"role-{number:02}" for number in range(33))
         for good in [("t", "s", ()), ("t" * 255, "!" * 255, ("~" * 255,)), ("t", "s", roles[:32]),
                      ("t", "s", ("a", "b"))]:
-            self.assertEqual(dataclasses.astuple(td.Principal(*good)), good)
+            self.assertEqual(tuple(digest_fields(td.Principal(*good)).values()), good)
         for bad in DIGEST_NO_IDENTIFIERS:
             self.refused(td.Principal, bad, "s", ())
             self.refused(td.Principal, "t", bad, ())
@@ -1487,49 +1555,44 @@ class DigestHostValues(unittest.TestCase):
                     self.refused(digest_context, **{name: bad})
 
     def test_three_profiles_are_registered_and_no_other_is_taken(self) -> None:
-        self.assertEqual({name: dataclasses.astuple(profile) for name, profile in td.PROFILES.items()}, {
+        table = {name: (profile.provider, profile.api_family, profile.adapter_revision)
+                 for name, profile in td.PROFILES.items()}
+        self.assertEqual(table, {
             "openai": ("openai", "responses", "openai-responses-v1"),
             "anthropic": ("anthropic", "messages", "anthropic-messages-v1"),
             "google": ("google", "interactions", "gemini-interactions-v1"),
         })
-        for good in td.PROFILES.values():
-            self.assertEqual(digest_context(profile=replace(good)).profile, good)
-        openai = td.PROFILES["openai"]
+        for good in (*td.PROFILES.values(), *(td.ProviderProfile(*row) for row in table.values())):
+            self.assertEqual(digest_context(profile=good).profile, good)
         for bad in [None, "openai", {}, ("openai", "responses", "openai-responses-v1"), DigestYes(),
-                    type("Profile", (td.ProviderProfile,), {})("openai", "responses", "openai-responses-v1"),
-                    replace(openai, provider="anthropic"), replace(openai, provider="mistral"),
-                    replace(openai, provider=[]), replace(openai, api_family="messages"),
-                    replace(openai, adapter_revision="openai-responses-v2")]:
+                    digest_look_alike(digest_profile()), digest_profile(provider="anthropic"),
+                    digest_profile(provider="mistral"), digest_profile(provider=[]),
+                    digest_profile(api_family="messages"),
+                    digest_profile(adapter_revision="openai-responses-v2")]:
             self.refused(digest_context, profile=bad)
 
     def test_a_profile_is_registered_by_what_it_is_not_by_what_it_claims_to_equal(self) -> None:
         for name in ("provider", "api_family", "adapter_revision"):
-            for bad in (DigestYes(), DigestText(getattr(td.PROFILES["openai"], name))):
-                self.refused(digest_context, profile=replace(td.PROFILES["openai"], **{name: bad}))
+            for bad in (DigestYes(), DigestText(getattr(digest_profile(), name))):
+                self.refused(digest_context, profile=digest_profile(**{name: bad}))
 
     def test_only_a_proposal_and_a_context_are_bound(self) -> None:
         proposal, given = td.ModelProposal("get_order", {}), digest_context()
         self.assertIs(type(td.bind_tool_call(proposal, given)), td.ToolCall)
-        for bad in (None, {}, "get_order", ("get_order", {}),
-                    type("Proposal", (td.ModelProposal,), {})("get_order", {})):
+        for bad in (None, {}, "get_order", ("get_order", {}), digest_look_alike(proposal)):
             self.refused(td.bind_tool_call, bad, given)
-        for bad in (None, {}, td.PROFILES["openai"],
-                    type("Context", (td.ExecutionContext,), {})(**vars(given))):
+        for bad in (None, {}, td.PROFILES["openai"], digest_look_alike(given)):
             self.refused(td.bind_tool_call, proposal, bad)
 
     def test_an_invocation_is_a_principal_a_call_and_the_tool_of_its_name(self) -> None:
         reads, drafts = td.Registry(td.MockDownstream().tools())
         self.assertEqual([td.Invocation(USER, read(), spec).spec for spec in (reads, None)], [reads, None])
-        fields = {field.name: getattr(reads, field.name) for field in dataclasses.fields(reads)}
-        look_alike = type("Spec", (td.ToolSpec,), {})(**fields)
-        for bad in (None, "user-1", ("tenant-a", "user-1"),
-                    type("Principal", (td.Principal,), {})("tenant-a", "user-1", ())):
+        for bad in (None, "user-1", ("tenant-a", "user-1"), digest_look_alike(USER)):
             self.refused(td.Invocation, bad, read(), reads)
-        look_alike_call = object.__new__(type("Call", (td.ToolCall,), {}))
-        vars(look_alike_call).update(vars(read()))
+        look_alike_call = object.__new__(type("Call", (td.ToolCall,), {"__repr__": object.__repr__}))
         for bad in (None, "get_order", td.ModelProposal("get_order", {}), look_alike_call):
             self.refused(td.Invocation, USER, bad, reads)
-        for bad in (drafts, "get_order", {}, look_alike):
+        for bad in (drafts, "get_order", {}, digest_look_alike(reads)):
             self.refused(td.Invocation, USER, read(), bad)
 
     def test_an_authority_has_32_secret_bytes_and_approvers_with_identifiers(self) -> None:
@@ -1597,10 +1660,9 @@ class DigestHostValues(unittest.TestCase):
             world.invocation(read()), approval, operation, provider_call, td.ERROR_CATALOG["NOT_FOUND"],
             td.Problem("", "type", ""), world.downstream.orders["ORDER-7"],
         ]:
-            names = getattr(value, "_fields", None) or [field.name for field in dataclasses.fields(value)]
-            for name in names:
+            for name, given in digest_fields(value).items():
                 with self.subTest(type(value).__name__, field=name), self.assertRaises(AttributeError):
-                    setattr(value, name, getattr(value, name))
+                    setattr(value, name, given)
         for table in (td.ERROR_CATALOG, td.PROFILES):
             with self.assertRaises(TypeError):
                 table["new"] = next(iter(table.values()))  # type: ignore[index]
@@ -1627,13 +1689,14 @@ class DigestRegistration(unittest.TestCase):
             ("name", ["a", "a" * 64, "get_order_2", "a_"], [
                 "", "a" * 65, "Get_Order", "get order", "g\u0435t_order", "\uff41", "1a", "_a", "a-b", "a.b",
                 "a\n", "(malformed)", "a\0", None, 7, b"a", DigestText("a")]),
-            ("description", ["x", "x" * 1024, "\u00e9 \n"], ["", "x" * 1025, None, 7, DigestText("x")]),
+            ("description", ["x", "x" * 1024, "\u00e9 \n"],
+             ["", "x" * 1025, "\ud800", None, 7, DigestText("x")]),
             ("risk", ["read"],
              ["Write", "WRITE", "Read", "", "financial", "read ", None, True, ["read"], DigestText("read")]),
             ("max_output_bytes", [1, 65_536], [0, -1, 65_537, True, 1.0, "1", None]),
             ("max_output_depth", [0, 30], [-1, 31, False, 1.0, "1", None]),
             ("producer_label", ["!", "x" * 255], DIGEST_NO_IDENTIFIERS),
-            ("revisions", [tool_with().revisions], [None, {}, vars(tool_with().revisions), "v1"]),
+            ("revisions", [tool_with().revisions], [None, {}, digest_fields(tool_with().revisions), "v1"]),
             ("input_schema", [NOTHING, one], [
                 text, {"type": "object"},
                 {"type": ["object", "null"], **{k: v for k, v in one.items() if k != "type"}}, None, [], "",
@@ -1664,8 +1727,8 @@ class DigestRegistration(unittest.TestCase):
         for name in ("input_schema", "output_schema", "effect", "handler", "producer", "policy"):
             for value, fits in [("!", True), ("x" * 255, True),
                                 *((bad, False) for bad in DIGEST_NO_IDENTIFIERS)]:
-                revisions = replace(tool_with().revisions, **{name: value})
-                self.assertEqual(self.registers(tool_with(revisions=revisions)), fits, (name, value))
+                tool = tool_with(revisions=digest_labels(**{name: value}))
+                self.assertEqual(self.registers(tool), fits, (name, value))
 
     def test_a_write_needs_find_receipt_and_a_read_has_none(self) -> None:
         for risk, find_receipt, fits in [
@@ -1677,12 +1740,11 @@ class DigestRegistration(unittest.TestCase):
 
     def test_a_registry_takes_tools_of_different_names_and_nothing_else(self) -> None:
         tool = tool_with()
-        fields = {field.name: getattr(tool, field.name) for field in dataclasses.fields(tool)}
-        revisions = type("Labels", (td.Revisions,), {})(**vars(tool.revisions))
+        revisions = digest_look_alike(tool.revisions)
         for specs, fits in [
             ([], True), ([tool, tool_with(name="other")], True), ([tool, tool], False),
-            ([tool, tool_with(risk="write")], False), ([None], False), ([fields], False),
-            ([type("Spec", (td.ToolSpec,), {})(**fields)], False), ([tool_with(revisions=revisions)], False),
+            ([tool, tool_with(risk="write")], False), ([None], False), ([digest_fields(tool)], False),
+            ([digest_look_alike(tool)], False), ([tool_with(revisions=revisions)], False),
             ([tool, "probe"], False),
         ]:
             self.assertEqual(self.registers(*specs), fits)
@@ -1740,12 +1802,12 @@ class DigestBoundCalls(unittest.TestCase):
     def test_a_malformation_that_a_provider_edge_found_is_kept(self) -> None:
         found = td.Malformed("syntax", "0" * 64)
         self.assertEqual(bound("get_order", found).arguments, found)
-        look_alike = type("Malformed", (td.Malformed,), {})("syntax", "0" * 64)
-        self.assertEqual(bound("get_order", look_alike).arguments, td.Malformed("type", td.digest("type")))
+        self.assertEqual(bound("get_order", digest_look_alike(found)).arguments,
+                         td.Malformed("type", td.digest("type")))
 
-    def test_a_malformation_is_a_word_and_a_digest(self) -> None:
+    def test_a_malformation_is_bound_only_where_it_is_a_word_and_a_digest(self) -> None:
         for good in [("syntax", "0" * 64), ("x" * 255, "0123456789abcdef" * 4)]:
-            self.assertEqual(bound("get_order", td.Malformed(*good)).arguments, good)
+            self.assertEqual(bound("get_order", td.Malformed(*good)).arguments, td.Malformed(*good))
         for bad in [*((reason, "0" * 64) for reason in DIGEST_NO_IDENTIFIERS),
                     *(("syntax", sha256) for sha256 in DIGEST_NO_DIGESTS)]:
             with self.subTest(str(bad)[:60]), self.assertRaises(td.HostContextError):
@@ -1870,7 +1932,7 @@ class DigestRules(unittest.TestCase):
 
     def test_only_a_list_of_problems_is_an_answer(self) -> None:
         good = td.Problem("/n", "order", "")
-        look_alike = type("Problem", (td.Problem,), {})(*good)
+        look_alike = digest_look_alike(good)
         for reply, ending in [
             ([], ("OK", [])), ([good], ("INVALID_ARGUMENTS", [("/n", "order")])),
             ([good, good], ("INVALID_ARGUMENTS", [("/n", "order")] * 2)),
@@ -1885,18 +1947,14 @@ class DigestRules(unittest.TestCase):
             self.assertEqual(self.ending(lambda _, reply=reply: reply), ending)
 
     def test_exactly_not_started_of_a_callable_is_a_proof_and_any_other_exception_is_ordinary(self) -> None:
-        forged, listed, look_alike = (td.NotStarted("RATE_LIMIT") for _ in range(3))
-        forged.args, listed.args = ("NOT_FOUND",), (["RATE_LIMIT"],)
-        look_alike.args = (DigestText("RATE_LIMIT"),)
+        forged = [td.NotStarted.__new__(td.NotStarted, *given)     # past its constructor
+                  for given in [("NOT_FOUND",), (["RATE_LIMIT"],), (DigestText("RATE_LIMIT"),), ()]]
         for error, code_ in [
-            *((td.NotStarted(proof), proof) for proof in ("RATE_LIMIT", "TIMEOUT_BEFORE_EXECUTE",
-                                                          "BUSINESS_RULE_VIOLATION", "TOOL_ERROR")),
-            (forged, "TOOL_ERROR"), (listed, "TOOL_ERROR"), (look_alike, "TOOL_ERROR"),
-            (td.Refused("NOT_FOUND"), "TOOL_ERROR"),
-            (type("NotStarted", (td.NotStarted,), {})("RATE_LIMIT"), "TOOL_ERROR"),
-            (ValueError("marker"), "TOOL_ERROR"),
-            (td.HostContextError("marker"), "TOOL_ERROR"), (td.JsonError("size"), "TOOL_ERROR"),
-            (RecursionError(), "TOOL_ERROR"),
+            *((td.NotStarted(proof), proof) for proof in DIGEST_PROOFS),
+            *((error, "TOOL_ERROR") for error in forged),
+            *((error, "TOOL_ERROR") for error in (
+                type("NotStarted", (td.NotStarted,), {})("RATE_LIMIT"), td.Refused("NOT_FOUND"),
+                ValueError("marker"), td.HostContextError("marker"), td.JsonError("size"), RecursionError())),
         ]:
             with self.subTest(repr(error)):
                 self.assertEqual(self.ending(raising(error)), (code_, []))
@@ -1906,7 +1964,7 @@ class DigestRules(unittest.TestCase):
 
     def test_only_a_whole_resource_grants_access(self) -> None:
         """Invariant 4."""
-        look_alike = type("Resource", (td.Resource,), {})("r1", True)
+        look_alike = digest_look_alike(td.Resource("r1", True))
         for reply, ending in [
             (td.Resource("r1", True), ("OK", "output")), (td.Resource("x" * 255, True), ("OK", "output")),
             (td.Resource("r1", False), ("BUSINESS_RULE_VIOLATION", "business_state")),
@@ -1920,10 +1978,6 @@ class DigestRules(unittest.TestCase):
             with self.subTest(str(reply)[:60]):
                 world = World(tool_with(find_resource=lambda principal, arguments, reply=reply: reply))
                 self.assertEqual(world.refusal(bound("probe", {})), ending)
-
-    def test_a_not_started_that_lost_its_code_proves_nothing(self) -> None:
-        error = td.NotStarted.__new__(td.NotStarted)
-        self.assertEqual(self.ending(raising(error)), ("TOOL_ERROR", []))
 
     def test_what_is_no_exception_of_a_program_passes_on(self) -> None:
         for error in (KeyboardInterrupt(), SystemExit()):
@@ -2026,7 +2080,7 @@ class DigestBindings(unittest.TestCase):
         return digests_of(digest_dispatcher(spec), call, principal, now=now, **(approval or {}))
 
     def test_each_digest_changes_with_what_it_binds_and_with_nothing_else(self) -> None:
-        revisions, base = tool_with().revisions, self.digests()
+        base = self.digests()
         self.assertEqual(base["code"], "OK")
         of_scope, of_request = {"idempotency", "status", "fingerprint"}, {"request", "fingerprint", "status"}
         tighter = td.closed_object(n={"type": "integer", "maximum": 8})
@@ -2048,12 +2102,12 @@ class DigestBindings(unittest.TestCase):
             ({"result": {"observed_at": "2026-01-01T00:00:01Z"}}, {"result"}),
             ({"tool": {"name": "prove"}}, of_request | {"idempotency", "contract"}),
             ({"tool": {"producer_label": "other"}}, {"result"}),
-            ({"tool": {"revisions": replace(revisions, input_schema="v2")}}, of_request),
-            ({"tool": {"revisions": replace(revisions, output_schema="v2")}}, of_request),
-            ({"tool": {"revisions": replace(revisions, effect="v2")}}, of_request),
-            ({"tool": {"revisions": replace(revisions, handler="v2")}}, set()),
-            ({"tool": {"revisions": replace(revisions, policy="v2")}}, set()),
-            ({"tool": {"revisions": replace(revisions, producer="v2")}}, {"result"}),
+            ({"tool": {"revisions": digest_labels(input_schema="v2")}}, of_request),
+            ({"tool": {"revisions": digest_labels(output_schema="v2")}}, of_request),
+            ({"tool": {"revisions": digest_labels(effect="v2")}}, of_request),
+            ({"tool": {"revisions": digest_labels(handler="v2")}}, set()),
+            ({"tool": {"revisions": digest_labels(policy="v2")}}, set()),
+            ({"tool": {"revisions": digest_labels(producer="v2")}}, {"result"}),
             ({"tool": {"input_schema": tighter}}, {"contract"}),
             ({"tool": {"output_schema": tighter}}, {"contract"}),
             ({"tool": {"max_output_bytes": 1023}}, {"contract"}),
@@ -2191,15 +2245,14 @@ class DigestIntent(unittest.TestCase):
     def test_a_committed_key_replays_the_same_intent_and_no_other(self) -> None:
         """Invariant 6."""
         replay, conflict = ("local_replay", "OK"), ("fresh", "IDEMPOTENCY_CONFLICT")
-        revisions = tool_with().revisions
         tighter = td.closed_object(n={"type": "integer", "maximum": 9})
         for host, changes, ending in [
             ({}, {}, replay), ({"operation_id": "op-2"}, {}, replay), ({"response_id": "resp-2"}, {}, replay),
             ({}, {"description": "Other."}, replay),
-            ({}, {"revisions": replace(revisions, policy="v2")}, replay),
+            ({}, {"revisions": digest_labels(policy="v2")}, replay),
             ({"n": 2}, {}, conflict), ({"provider": "google"}, {}, conflict),
             ({"provider": "anthropic"}, {}, conflict),
-            *(({}, {"revisions": replace(revisions, **{name: "v2"})}, conflict)
+            *(({}, {"revisions": digest_labels(**{name: "v2"})}, conflict)
               for name in ("input_schema", "output_schema", "effect", "handler", "producer")),
             ({}, {"input_schema": tighter}, conflict), ({}, {"max_output_bytes": 1023}, conflict),
             ({}, {"max_output_depth": 7}, conflict),
@@ -2232,24 +2285,18 @@ class DigestIntent(unittest.TestCase):
             self.assertEqual(world.refusal(bound("probe", {"n": 2}, call_id="call-1"), principal), ending)
 
 
-class DigestMeta(type):
+class DigestLookup(type):
     """A metaclass whose classes cannot be hashed or compared without an exception."""
 
     __hash__ = __eq__ = raising(KeyError("MARKER"))  # type: ignore[assignment]
 
 
-class DigestForeign(metaclass=DigestMeta):
+class DigestForeign(metaclass=DigestLookup):
     """A value of such a class."""
 
 
 class DigestCost(unittest.TestCase):
     """Bounds that keep work small whatever a careless contract or a hostile value asks for."""
-
-    def test_a_declared_name_has_at_most_128_characters(self) -> None:
-        for role in ("data", "input", "output"):
-            td.require_schema(td.closed_object(**{"n" * 128: td.IDENTIFIER}), role=role)
-            with self.assertRaises(td.ContractError):
-                td.require_schema(td.closed_object(**{"n" * 129: td.IDENTIFIER}), role=role)
 
     def test_a_name_in_an_open_object_has_at_most_128_characters(self) -> None:
         open_tool = tool_with(output_schema=td.closed_object(payload={"type": "object"}))
@@ -2259,39 +2306,9 @@ class DigestCost(unittest.TestCase):
             self.assertEqual(rules(found), refused)
         self.assertEqual([td.is_forbidden_name("n" * length, "data") for length in (128, 129)], [False, True])
 
-    def test_at_most_1024_problems_are_looked_for_in_an_array(self) -> None:
-        schema = {"type": "array", "maxItems": 4000, "items": {"type": "integer"}}
-        for count, found in ((1023, 1023), (1024, 1024), (1025, 1024), (4000, 1024)):
-            self.assertEqual(len(td.validate(schema, ["x"] * count)), found)
-
     def test_a_message_repeats_at_most_eight_options(self) -> None:
         few, many = (td.validate({"enum": [*range(count)]}, "x")[0].message for count in (8, 2000))
         self.assertEqual(few, many)
-
-    def test_values_that_a_contract_offers_bear_only_names_that_it_may_declare(self) -> None:
-        for role, name, sound in (
-            ("input", "tenant_id", False), ("input", "amount", True), ("input", "token", True),
-            ("output", "tenant_id", True), ("output", "access_token", False), ("data", "access_token", True),
-        ):
-            for node in ({"const": {"deep": [{name: 1}]}}, {"enum": ["x", {name: 1}]}):
-                with self.subTest(role=role, node=node):
-                    schema = td.closed_object(offer=node)
-                    if sound:
-                        self.assertEqual(td.require_schema(schema, role=role), schema)
-                    else:
-                        self.assertRaises(td.ContractError, td.require_schema, schema, role=role)
-
-    def test_a_pattern_sets_no_flags(self) -> None:
-        for pattern, sound in (
-            (r"^(?:a)$", True), (r"^(?=a)a$", True), (r"^(?u:\d)$", False), (r"^(?i:a)$", False),
-            (r"^(?-i:a)$", False), (r"^(?s:.)$", False),
-        ):
-            with self.subTest(pattern):
-                schema = {"type": "string", "maxLength": 8, "pattern": pattern}
-                if sound:
-                    self.assertEqual(td.require_schema(schema), schema)
-                else:
-                    self.assertRaises(td.ContractError, td.require_schema, schema)
 
     def test_a_description_can_be_sent(self) -> None:
         td.Registry([tool_with(description="Lies eine Größe.")])
@@ -2313,6 +2330,12 @@ class DigestCost(unittest.TestCase):
 
     def test_output_without_an_invocation_is_one_problem(self) -> None:
         self.assertEqual(rules(td.validate_output(None, answer({}))), {("", "invocation")})  # type: ignore[arg-type]
+
+    def test_rules_run_once_for_each_invocation(self) -> None:
+        asked: list[object] = []
+        world = World(tool_with(rules=lambda arguments: asked.append(arguments) or []))
+        self.assertEqual(world.refusal(bound("probe", {})), ("OK", "output"))
+        self.assertEqual(len(asked), 1)
 
     def test_rules_of_two_calls_may_run_at_the_same_time(self) -> None:
         meeting = threading.Barrier(2, timeout=5)
