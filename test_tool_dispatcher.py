@@ -4553,6 +4553,12 @@ class HandlerOutput(unittest.TestCase):
             with self.subTest(result=type(result)):
                 self.assertEqual(rules(td.validate_output(invocation, result)), {("", "type")})
 
+    def test_output_is_judged_only_for_an_exact_invocation(self) -> None:
+        parts = USER, bound("probe", {}), tool_with()
+        for other in (None, {}, parts, parts[1], type("Invocation", (td.Invocation,), {})(*parts)):
+            self.assertEqual(rules(td.validate_output(other, answer({}))), {("", "invocation")})
+        self.assertEqual(td.validate_output(td.Invocation(*parts), answer({})), [])
+
     def test_a_hostile_value_is_one_problem_wherever_it_stands(self) -> None:
         """Invariant 8."""
         for value, reason in output_hostile():
@@ -6266,7 +6272,9 @@ class CommandLine(unittest.TestCase):
 
     def test_standard_input_that_cannot_be_read_is_the_same_message(self) -> None:
         unreadable = type("Raw", (), {"read": raising(IsADirectoryError(21, CLI_SECRET))})
-        for stdin in (None, io.StringIO("{}"), type("Stdin", (), {"buffer": unreadable})()):
+        closed = io.TextIOWrapper(io.BytesIO(cli_fixture()))
+        closed.close()
+        for stdin in (None, closed, io.StringIO("{}"), type("Stdin", (), {"buffer": unreadable})()):
             out, err = io.StringIO(), io.StringIO()
             with cli_streams(stdin, out, err):
                 self.assertEqual(td.main(["--fixture", "-"]), 2)
@@ -6531,10 +6539,13 @@ class CommandLine(unittest.TestCase):
         self.assertEqual((out.getvalue().splitlines()[-1], err.getvalue()), (CLI_LAST, ""))
 
     def test_closed_streams_are_survived_with_the_same_status(self) -> None:
-        with cli_streams(None, None, None):
-            self.assertEqual([td.main([*argv]) for argv in ((), ("--version",), ("--case", "none"))],
-                             [0, 0, 2])
-            self.assertEqual(td.main(["--format", "auto", "--case", "own-order"]), 0)
+        """Python has `None` for a stream that it was started without; a program may also close one."""
+        closed = io.TextIOWrapper(io.BytesIO())
+        closed.close()
+        commands = (), ("--format", "text"), ("--version",), ("--case", "none")
+        for stream in (None, closed):
+            with cli_streams(None, stream, stream):
+                self.assertEqual([td.main([*argv]) for argv in commands], [0, 0, 0, 2])
 
     def test_a_pipe_that_was_closed_ends_quietly_and_another_failure_does_not(self) -> None:
         """The stream's own file descriptor is led nowhere, for Python writes once more as it ends."""

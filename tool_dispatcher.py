@@ -744,7 +744,6 @@ class Refused(Exception):
     """A gate's answer: a catalog code, and the status reference that an unknown outcome is queried with."""
 
     def __init__(self, code: str, status_ref: str | None = None) -> None:
-        super().__init__(code)
         self.code = ERROR_CATALOG[code].code
         self.status_ref = status_ref
         self.foreign = False  # set where somebody other than a gate raised it
@@ -975,7 +974,6 @@ class NotStarted(Exception):
     def __init__(self, code: str) -> None:
         if code not in self.CODES:
             raise ValueError("this code is no proof that nothing began")
-        super().__init__(code)
 
     @property
     def code(self) -> str:
@@ -2874,7 +2872,7 @@ def _report_text(report: JsonObject) -> str:
 def _step_lines(case_id: str, step: JsonObject) -> Iterator[str]:
     verdict, title = "ok" if step["passed"] else "FAIL", f"{case_id} / {step['step_id']}"
     if "explanation" in step:
-        yield f"{title:<{WIDTH - 4}}{verdict:>4}"
+        yield f"{title:<{WIDTH - 4}.{WIDTH - 5}}{verdict:>4}"
         yield from _explained({**step, **step["explanation"]})
     elif "code" in step:
         ending = "{code}  {outcome}  {delivery}  effects {side_effect_count}".format_map(step)
