@@ -2002,7 +2002,7 @@ class DigestRules(unittest.TestCase):
         tool = tool_with(input_schema=self.SCHEMA, rules=rules_,
                          handler=lambda command: handed.append(command.arguments) or answer({}))
         self.assertEqual(World(tool).refusal(bound("probe", DIGEST_LINES)), ("OK", "output"))
-        self.assertEqual((seen[0], handed), (DIGEST_LINES, [DIGEST_LINES]))
+        self.assertEqual((seen, handed), ([DIGEST_LINES], [DIGEST_LINES]))      # each has judged once
 
     def test_a_model_sees_sixteen_violations_at_most(self) -> None:
         for count, shown in [(15, 15), (16, 16), (17, 16), (300, 16)]:
@@ -3697,6 +3697,7 @@ class DispatcherOutcome(unittest.TestCase):
                 self.assertEqual((dispatcher_kind(package), world.effects), (("OK", "fresh"), {"key-1": 1}))
 
     def test_not_started_takes_only_its_four_codes(self) -> None:
+        self.assertEqual([td.NotStarted(name).code for name in DISPATCHER_PROOFS], [*DISPATCHER_PROOFS])
         for name in ("OK", *sorted({*td.ERROR_CATALOG} - {*DISPATCHER_PROOFS}), "", None, 7):
             with self.subTest(name), self.assertRaises(ValueError):
                 td.NotStarted(name)

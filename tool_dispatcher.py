@@ -1172,7 +1172,7 @@ class Invocation:
         if problems or self.spec.rules is None:
             return "INVALID_ARGUMENTS" if problems else "OK", tuple(problems)
         answer, error = _attempt(self.spec.rules, self.arguments())
-        if error is not None or not _are_declared_problems(answer, self.spec.input_schema):
+        if not _are_declared_problems(answer, self.spec.input_schema):  # after an exception it is `None`
             return _proven_code(error) or "TOOL_ERROR", ()
         return "INVALID_ARGUMENTS" if answer else "OK", tuple(answer)
 
@@ -1517,9 +1517,9 @@ def _examined_output(invocation: Invocation, result: object) -> tuple[Evidence |
 
 def _evidence(invocation: Invocation, document: JsonObject) -> tuple[Evidence | None, list[Problem]]:
     """Turn a plain result into evidence, or say why it is none."""
-    spec = invocation.spec
-    if spec is None or invocation.input_verdict[0] != "OK":
+    if invocation.input_verdict[0] != "OK":
         return None, [Problem("", "impossible", "a call that never ran has no output")]
+    spec = invocation.tool
     problems = validate(spec.result_contract, document)
     if problems:
         return None, problems
@@ -1654,9 +1654,9 @@ def _implausible(invocation: Invocation, code: str, model: JsonObject, audit: Js
 
 def _possible_codes(invocation: Invocation) -> set[str]:
     verdict = invocation.input_verdict[0]
-    if invocation.spec is None or verdict != "OK":
+    if verdict != "OK":
         return {verdict, "CALL_ID_CONFLICT"}
-    if not invocation.spec.writes:
+    if not invocation.tool.writes:
         return _READ_CODES
     return _KEYLESS_WRITE_CODES if invocation.call.context.idempotency_key is None else _WRITE_CODES
 
@@ -2201,8 +2201,10 @@ def _require_envelope(document: Any, contract: JsonObject) -> Any:
 
 
 def _is_finished(document: JsonObject, finished: tuple[str, str] | None) -> bool:
-    value = document.get(finished[0]) if finished else None
-    return finished is None or value is None or same_json(finished[1], value)
+    if finished is None:
+        return True
+    value = document.get(finished[0])
+    return value is None or same_json(finished[1], value)
 
 
 def _decoded_arguments(given: object) -> Any:
