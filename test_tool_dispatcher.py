@@ -2101,7 +2101,7 @@ class DigestBindings(unittest.TestCase):
             ({"result": {"resource_revision": "r2"}}, {"result"}),
             ({"result": {"observed_at": "2026-01-01T00:00:01Z"}}, {"result"}),
             ({"tool": {"name": "prove"}}, of_request | {"idempotency", "contract"}),
-            ({"tool": {"producer_label": "other"}}, {"result"}),
+            ({"tool": {"producer_label": "other"}}, {"result", "contract"}),
             ({"tool": {"revisions": digest_labels(input_schema="v2")}}, of_request),
             ({"tool": {"revisions": digest_labels(output_schema="v2")}}, of_request),
             ({"tool": {"revisions": digest_labels(effect="v2")}}, of_request),
@@ -2157,18 +2157,18 @@ class DigestBindings(unittest.TestCase):
             (read(call_id="call-1"), {
                 **same, "idempotency": None, "status": None,
                 "fingerprint": "b0e4606ebc07da66aa9613d2648959804a6c0b8b159df2713c7486a74e01374b",
-                "contract": "39fea569f9ebbd36f42a65c02bed909a3a4dd9e877133bf25a05eff136d148c0",
+                "contract": "6b309e9a5083c1958d55b554f2620835171dcc699bb182dba73db256599b2660",
                 "request": "c71856c2f5b37e9c2462d1cc8188174746380f89d7b9eb6f36c5a6e0a6758b39",
                 "result": "7e3c0a8e218aed8879e3c7ee6b8e9c56971c3d14a4eb42cfb4122fa065949412",
-                "call_binding": "b1e6c53c37309bd6eccfad17e07eaec31cabb9f529fc287f5c10d4eaee9d9316"}),
+                "call_binding": "e0194ef5fcf7bc68d151b2b0e82bb13bfe9e56df8775c59d9290c2a72aa3ff48"}),
             (write(call_id="call-1"), {
                 **same, "status": "status_4c07bf7e7fa914b969a8618db6b8b42b",
                 "idempotency": "sha256:5518dbdea40c23872511df6f1ddbf38174e37466701e1b1f3ca9110830dc6b43",
                 "fingerprint": "995ac87bd042a5ce25063ff9daf5e5774661e6da22152d1dc42a5bfd157a9a3a",
-                "contract": "62fe096bbde4c590550a6d2221db65a9515540907d8c55364fa07ade6ee243e8",
+                "contract": "dde5307c55cc572d71d457de97abb35f0d36ca371c6c95706ba0f7c32565c06b",
                 "request": "47b54e1d4a7a31b83bc7df0d8888d478c62b23e09511aeddca318ad9563f35dc",
                 "result": "fa444a596ef359884368c0f0271be222353c943f31d34c92ccccbff8a364bb70",
-                "call_binding": "614485689eaa1355bcdaec7d050c320d0dfc21aca8b539fef5b050bce2ac8c70"}),
+                "call_binding": "081584c627cfe5ffc47dd4b30bbfad46b78ff4a978c99e0ce9b092f5f2c490b2"}),
         ]:
             with self.subTest(call.name):
                 self.assertEqual(digests_of(digest_dispatcher(*td.MockDownstream().tools()), call), expected)
@@ -2196,14 +2196,14 @@ class DigestBindings(unittest.TestCase):
                 "output_schema": "get-order-output-schema-v1", "effect": "get-order-effect-v1",
                 "handler": "get-order-handler-v1", "producer": "get-order-producer-v1",
                 "policy": "get-order-policy-v1",
-                "contract_sha256": "39fea569f9ebbd36f42a65c02bed909a3a4dd9e877133bf25a05eff136d148c0"},
+                "contract_sha256": "6b309e9a5083c1958d55b554f2620835171dcc699bb182dba73db256599b2660"},
             "create_refund_draft": {
                 "name": "create_refund_draft", "input_schema": "create-refund-draft-input-schema-v1",
                 "output_schema": "create-refund-draft-output-schema-v1",
                 "effect": "create-refund-draft-effect-v1",
                 "handler": "create-refund-draft-handler-v1", "producer": "create-refund-draft-producer-v1",
                 "policy": "create-refund-draft-policy-v1",
-                "contract_sha256": "62fe096bbde4c590550a6d2221db65a9515540907d8c55364fa07ade6ee243e8"},
+                "contract_sha256": "dde5307c55cc572d71d457de97abb35f0d36ca371c6c95706ba0f7c32565c06b"},
         })
 
 
@@ -3296,7 +3296,7 @@ class DispatcherApproval(unittest.TestCase):
     def test_the_mac_of_one_call_is_pinned(self) -> None:
         """A changed document would silently void, or worse confuse, what authorities have signed."""
         mac = self.world.approval(self.call).mac
-        self.assertEqual(mac, "63831b0d243a24f8325509439dcc1d84cee531092fdf2931bd31afe8da1337e2")
+        self.assertEqual(mac, "4bd21348d35e3758b6e7b66d83350eb4bacbc86606f395d0615194a536a0e6f9")
 
 
 class DispatcherIdempotency(unittest.TestCase):

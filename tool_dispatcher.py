@@ -1029,6 +1029,7 @@ class ToolSpec:
             "kind": "tool-contract", "name": self.name, "risk": self.risk, "echoes": dict(self.echoes),
             "input_schema": self.input_schema, "output_schema": self.output_schema,
             "max_output_bytes": self.max_output_bytes, "max_output_depth": self.max_output_depth,
+            "producer_label": self.producer_label,
         })
         return {"name": self.name, **vars(self.revisions), "contract_sha256": contract_sha256}
 
@@ -1295,7 +1296,7 @@ class Approval:
 _APPROVAL_FIELDS: Final[JsonObject] = {
     "approval_id": IDENTIFIER,
     "approver_id": IDENTIFIER,
-    "expires_at": {"type": "integer", "minimum": 0, "maximum": MAX_INSTANT + MAX_APPROVAL_SECONDS},
+    "expires_at": {"type": "integer", "minimum": 1, "maximum": MAX_INSTANT + MAX_APPROVAL_SECONDS},
 }
 _APPROVAL_CONTRACT: Final = closed_object(**_APPROVAL_FIELDS)
 
