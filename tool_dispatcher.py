@@ -72,7 +72,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from datetime import datetime, timedelta
 from types import MappingProxyType
-from typing import Any, Final, Generic, Literal, NamedTuple, NoReturn, TypeVar
+from typing import Any, Final, Generic, Literal, NamedTuple, NoReturn, TypeGuard, TypeVar
 
 __version__ = "1.0.0"
 
@@ -403,6 +403,11 @@ class Problem(NamedTuple):
     message: str
 
 
+def readable(path: str) -> str:
+    """Return a JSON Pointer as people read it: the root's is empty."""
+    return path or "(root)"
+
+
 class ContractError(ValueError):
     """A contract or a tool that must not be registered."""
 
@@ -609,7 +614,7 @@ def require_schema(schema: object, *, role: Literal["data", "input", "output"] =
 @functools.lru_cache(maxsize=64)  # the same contract is judged once, however often it is registered
 def _require_sound(text: str, role: str) -> None:
     for path, complaint in _complaints(_decode_canonical(text), (), role):
-        raise ContractError(f"contract at {pointer(path) or '(root)'}: {complaint}")
+        raise ContractError(f"contract at {readable(pointer(path))}: {complaint}")
 
 
 def _complaints(schema: Any, path: Tokens, role: str) -> Iterator[tuple[Tokens, str]]:
@@ -1332,7 +1337,9 @@ class ApprovalAuthority:
         """Take an approver off the list; approvals already given by them are worth nothing from now on."""
         self._approvers.discard(approver_id)
 
-    def verify(self, approval: object, invocation: Invocation, resource: object, now: int) -> bool:
+    def verify(
+        self, approval: object, invocation: Invocation, resource: object, now: int
+    ) -> TypeGuard[Approval]:
         """Judge one approval at `now` (seconds since the epoch); anything not entirely right is `False`.
 
         Verifying means recomputing: the mac binds the call, the key, the request, the tool contract and the
@@ -1366,7 +1373,7 @@ class ApprovalAuthority:
         return hmac.digest(self._key, canonical_json(document).encode("utf-8"), "sha256").hex()
 
 
-def is_resource(answer: object) -> bool:
+def is_resource(answer: object) -> TypeGuard[Resource]:
     """Tell whether an author's answer grants access: exactly a `Resource`, whole and well typed."""
     return type(answer) is Resource and is_identifier(getattr(answer, "revision", None)) and (
         type(getattr(answer, "permits", None)) is bool)
@@ -1381,7 +1388,7 @@ class ResultContractError(ValueError):
     """A package that must not be sent on. `problems` says where it is wrong."""
 
     def __init__(self, problems: list[Problem]) -> None:
-        super().__init__("; ".join(f"{problem.path or '(root)'} {problem.rule}" for problem in problems))
+        super().__init__("; ".join(f"{readable(problem.path)} {problem.rule}" for problem in problems))
         self.problems = problems
 
 
@@ -1969,7 +1976,7 @@ class Dispatcher:
         if not approvals:
             raise Refused("APPROVAL_REQUIRED")
         for approval in approvals[:MAX_APPROVALS]:
-            if self.authority.verify(approval, invocation, resource, now) and isinstance(approval, Approval):
+            if self.authority.verify(approval, invocation, resource, now):
                 return approval
         raise Refused("APPROVAL_INVALID")
 
@@ -2077,7 +2084,7 @@ def _reachable_resource(invocation: Invocation) -> Resource:
         raise Refused(_proven_code(error) or "TOOL_ERROR")
     if not is_resource(answer):
         raise Refused("NOT_FOUND")
-    return answer  # type: ignore[no-any-return]
+    return answer
 
 
 def _require_replayable(invocation: Invocation, standing: Operation | None) -> Operation | None:
@@ -2197,7 +2204,7 @@ def _read_calls(provider: str, response: object, read: Callable[[object], Any]) 
 
 def _require_envelope(document: Any, contract: JsonObject) -> Any:
     for problem in validate(contract, document):
-        raise ProviderError(f"provider response at {problem.path or '(root)'}: {problem.message}")
+        raise ProviderError(f"provider response at {readable(problem.path)}: {problem.message}")
     return document
 
 
@@ -2529,7 +2536,7 @@ class FixtureError(ValueError):
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         shown = problems[:MAX_PRINTED_PROBLEMS]
-        lines = [f"{problem.path or '(root)'}: {problem.message}" for problem in shown]
+        lines = [f"{readable(problem.path)}: {problem.message}" for problem in shown]
         if len(problems) > len(shown):
             lines.append(f"... and {len(problems) - len(shown)} more")
         super().__init__("\n".join(lines))
@@ -2903,7 +2910,7 @@ def _explained(told: JsonObject) -> Iterator[str]:
         yield from _labelled("failure", told["failure"])
     yield from _labelled("gates passed", " > ".join(told["gates"][:-1] if stopped else told["gates"]))
     if stopped:
-        why = "".join(f"  {problem['path'] or '(root)'} {problem['rule']}" for problem in told["violations"])
+        why = "".join(f"  {readable(problem['path'])} {problem['rule']}" for problem in told["violations"])
         yield from _labelled("ENDED AT", f"[{stopped}]  {told['code']}{why}")
     ends = "{status}; outcome {outcome}; delivery {delivery}; recovery {recovery}; "
     yield from _labelled("ends", (ends + "effects {side_effect_count}").format_map(told))
