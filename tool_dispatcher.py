@@ -115,7 +115,6 @@ _UTC_SECOND = re.compile(r"(\d{4})-(\d\d)-(\d\d)T(\d\d):(\d\d):(\d\d)Z", re.ASCI
 _HEX_DIGEST = re.compile(r"[0-9a-f]{64}")
 _EPOCH = datetime(1970, 1, 1)
 
-
 T = TypeVar("T")
 
 
@@ -189,24 +188,12 @@ class JsonError(ValueError):
         self.reason = reason
 
 
-def decode_json(raw: bytes | str, *, max_bytes: int) -> Any:
-    """Decode one JSON text (RFC 8259) into the portable domain.
-
-    `max_bytes` bounds the text's UTF-8 form. Raises `JsonError` with the reason `type`, `size`, `utf-8`,
-    `surrogate`, `bom`, `depth`, `syntax`, `duplicate-key`, `number` or `key`.
-
-    >>> decode_json('{"amount": 900}', max_bytes=100)
-    {'amount': 900}
-    """
-    text = _utf8_text(raw, max_bytes)
-    _require_shallow(text)
+def _require_encodable(text: str) -> bytes:
+    """Return the UTF-8 form of `text`; a lone surrogate is exactly what UTF-8 cannot encode."""
     try:
-        value = _DECODER.decode(text)
-    except json.JSONDecodeError:
-        raise JsonError("syntax") from None
-    if "\\u" in text:  # only an escape can have spelt a lone surrogate
-        _require_encodable(canonical_json(value))
-    return value
+        return text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise JsonError("surrogate") from None
 
 
 def _utf8_text(raw: bytes | str, max_bytes: int) -> str:
@@ -227,14 +214,6 @@ def _utf8_text(raw: bytes | str, max_bytes: int) -> str:
     return text
 
 
-def _require_encodable(text: str) -> bytes:
-    """Return the UTF-8 form of `text`; a lone surrogate is exactly what UTF-8 cannot encode."""
-    try:
-        return text.encode("utf-8")
-    except UnicodeEncodeError:
-        raise JsonError("surrogate") from None
-
-
 _ESCAPE = re.compile(r"\\.", re.DOTALL)
 _BRACKET = re.compile(r"[\[\]{}]")
 
@@ -250,6 +229,13 @@ def _require_shallow(text: str) -> None:
             raise JsonError("depth")
 
 
+def _require_key(name: str) -> None:
+    """Refuse a key beyond the Basic Multilingual Plane, where UTF-16 sorts otherwise than code points."""
+    _require_encodable(name)
+    if max(name) > "\uffff":
+        raise JsonError("key")
+
+
 def _unique_members(pairs: list[tuple[str, Any]]) -> JsonObject:
     """Build an object from its decoded pairs: two spellings of one key are the same key by now."""
     members = dict(pairs)
@@ -258,13 +244,6 @@ def _unique_members(pairs: list[tuple[str, Any]]) -> JsonObject:
     if not (names := "".join(members)).isascii():
         _require_key(names)
     return members
-
-
-def _require_key(name: str) -> None:
-    """Refuse a key beyond the Basic Multilingual Plane, where UTF-16 sorts otherwise than code points."""
-    _require_encodable(name)
-    if max(name) > "\uffff":
-        raise JsonError("key")
 
 
 def _safe_integer(digits: str) -> int:
@@ -284,6 +263,42 @@ _DECODER = json.JSONDecoder(
     parse_float=_refuse_number,
     parse_constant=_refuse_number,
 )
+
+# On the portable domain this is byte for byte RFC 8785 (JSON Canonicalization Scheme): integers have one
+# spelling, strings one set of escapes, and keys within one plane sort by code point as they do by UTF-16.
+_ENCODER = json.JSONEncoder(
+    ensure_ascii=False, allow_nan=False, sort_keys=True, separators=(",", ":"),
+    check_circular=False,  # portable JSON has no cycles
+)
+
+
+def canonical_json(value: Any) -> str:
+    """Write portable JSON in its one canonical form (RFC 8785): sorted keys, no spaces, non-ASCII unescaped.
+
+    >>> canonical_json({"b": [1, True], "a": "\\u00e9"})
+    '{"a":"é","b":[1,true]}'
+    """
+    return _ENCODER.encode(value)
+
+
+def decode_json(raw: bytes | str, *, max_bytes: int) -> Any:
+    """Decode one JSON text (RFC 8259) into the portable domain.
+
+    `max_bytes` bounds the text's UTF-8 form. Raises `JsonError` with the reason `type`, `size`, `utf-8`,
+    `surrogate`, `bom`, `depth`, `syntax`, `duplicate-key`, `number` or `key`.
+
+    >>> decode_json('{"amount": 900}', max_bytes=100)
+    {'amount': 900}
+    """
+    text = _utf8_text(raw, max_bytes)
+    _require_shallow(text)
+    try:
+        value = _DECODER.decode(text)
+    except json.JSONDecodeError:
+        raise JsonError("syntax") from None
+    if "\\u" in text:  # only an escape can have spelt a lone surrogate
+        _require_encodable(canonical_json(value))
+    return value
 
 
 def plain_json(value: object) -> Any:
@@ -339,29 +354,12 @@ def plain_json(value: object) -> Any:
     return copied(value, MAX_LEVELS)
 
 
-# On the portable domain this is byte for byte RFC 8785 (JSON Canonicalization Scheme): integers have one
-# spelling, strings one set of escapes, and keys within one plane sort by code point as they do by UTF-16.
-_ENCODER = json.JSONEncoder(
-    ensure_ascii=False, allow_nan=False, sort_keys=True, separators=(",", ":"),
-    check_circular=False,  # portable JSON has no cycles
-)
-
-
-def canonical_json(value: Any) -> str:
-    """Write portable JSON in its one canonical form (RFC 8785): sorted keys, no spaces, non-ASCII unescaped.
-
-    >>> canonical_json({"b": [1, True], "a": "\\u00e9"})
-    '{"a":"é","b":[1,true]}'
-    """
-    return _ENCODER.encode(value)
+_PLAIN_DECODER: Final = json.JSONDecoder()
 
 
 def _decode_canonical(text: str) -> Any:
     """Decode a text that `canonical_json` wrote: a fresh copy with every call."""
     return _PLAIN_DECODER.raw_decode(text)[0]  # it has no space around it to be skipped
-
-
-_PLAIN_DECODER: Final = json.JSONDecoder()
 
 
 def digest(document: Any) -> str:
@@ -454,21 +452,6 @@ _CHECKS: Final[dict[type, tuple[tuple[str, Predicate], ...]]] = {
 }
 _LENGTHS: Final = frozenset({"minLength", "maxLength", "minItems", "maxItems"})
 
-
-def validate(schema: Mapping[str, Any], value: object) -> list[Problem]:
-    """Check any Python value against a contract (JSON Schema 2020-12, the keywords above); never raises.
-
-    A node whose type or length is wrong is looked at no further. A missing field is reported at its own
-    path, an undeclared one at its parent's, so that no name of the value's own is ever repeated.
-
-    >>> [(p.path, p.rule) for p in validate({"type": "string", "maxLength": 3}, "four")]
-    [('', 'maxLength')]
-    """
-    found: list[Problem] = []
-    _walk(schema, value, (), found)
-    return found
-
-
 Tokens = tuple[str | int, ...]      # a path on the way: its text is made only where a problem needs it
 
 
@@ -479,6 +462,27 @@ def pointer(tokens: Tokens) -> str:
     '/cases/0/a~1b'
     """
     return "".join("/" + str(token).replace("~", "~0").replace("/", "~1") for token in tokens)
+
+
+def _problem(path: Tokens, rule: str, limit: object) -> Problem:
+    shown = limit[:8] if isinstance(limit, list) else limit  # enough to be understood, cheap to repeat
+    return Problem(pointer(path), rule, f"must satisfy {rule} {canonical_json(shown)}")
+
+
+def _walk_object(schema: Mapping[str, Any], value: JsonObject, path: Tokens, found: list[Problem]) -> None:
+    for name in value:
+        if type(name) is not str:  # no JSON object; looking a field up could run a stranger's code
+            found.append(_problem(path, "type", "object"))
+            return
+    undeclared = len(value)
+    for name, inner in schema.get("properties", {}).items():
+        if name in value:
+            undeclared -= 1
+            _walk(inner, value[name], (*path, name), found)
+        elif name in schema.get("required", ()):
+            found.append(_problem((*path, name), "required", True))
+    if undeclared and "additionalProperties" in schema:
+        found.append(_problem(path, "additionalProperties", False))
 
 
 def _walk(schema: Mapping[str, Any], value: Any, path: Tokens, found: list[Problem]) -> None:
@@ -502,25 +506,18 @@ def _walk(schema: Mapping[str, Any], value: Any, path: Tokens, found: list[Probl
             _walk(schema["items"], item, (*path, index), found)
 
 
-def _walk_object(schema: Mapping[str, Any], value: JsonObject, path: Tokens, found: list[Problem]) -> None:
-    for name in value:
-        if type(name) is not str:  # no JSON object; looking a field up could run a stranger's code
-            found.append(_problem(path, "type", "object"))
-            return
-    undeclared = len(value)
-    for name, inner in schema.get("properties", {}).items():
-        if name in value:
-            undeclared -= 1
-            _walk(inner, value[name], (*path, name), found)
-        elif name in schema.get("required", ()):
-            found.append(_problem((*path, name), "required", True))
-    if undeclared and "additionalProperties" in schema:
-        found.append(_problem(path, "additionalProperties", False))
+def validate(schema: Mapping[str, Any], value: object) -> list[Problem]:
+    """Check any Python value against a contract (JSON Schema 2020-12, the keywords above); never raises.
 
+    A node whose type or length is wrong is looked at no further. A missing field is reported at its own
+    path, an undeclared one at its parent's, so that no name of the value's own is ever repeated.
 
-def _problem(path: Tokens, rule: str, limit: object) -> Problem:
-    shown = limit[:8] if isinstance(limit, list) else limit  # enough to be understood, cheap to repeat
-    return Problem(pointer(path), rule, f"must satisfy {rule} {canonical_json(shown)}")
+    >>> [(p.path, p.rule) for p in validate({"type": "string", "maxLength": 3}, "four")]
+    [('', 'maxLength')]
+    """
+    found: list[Problem] = []
+    _walk(schema, value, (), found)
+    return found
 
 
 def open_object(**properties: JsonObject) -> JsonObject:
@@ -597,52 +594,6 @@ def _survey(value: Any, names: set[str]) -> int:
     return 1 + max([_survey(member, names) for member in value], default=0)
 
 
-def require_schema(schema: object, *, role: Literal["data", "input", "output"] = "data") -> JsonObject:
-    """Return a copy of a sound contract: every keyword is enforced, every node bounded and closed.
-
-    An `input` may hold nothing open and no name that only the host may say; an `output` may hold an open
-    object (its names are scanned in each result) but declare no sensitive name. Raises `ContractError`.
-    """
-    try:
-        copy: JsonObject = plain_json(schema)
-    except JsonError as error:
-        raise ContractError(str(error)) from None
-    _require_sound(canonical_json(copy), role)
-    return copy
-
-
-@functools.lru_cache(maxsize=64)  # the same contract is judged once, however often it is registered
-def _require_sound(text: str, role: str) -> None:
-    for path, complaint in _complaints(_decode_canonical(text), (), role):
-        raise ContractError(f"contract at {readable(pointer(path))}: {complaint}")
-
-
-def _complaints(schema: Any, path: Tokens, role: str) -> Iterator[tuple[Tokens, str]]:
-    """Yield what is wrong with a node and all below it; a misshapen node is looked at no further."""
-    problems = validate(_SCHEMA_CONTRACT, schema)
-    if problems:
-        yield from (((*path, *problem.path.split("/")[1:]), problem.message) for problem in problems)
-        return
-    names = [schema["type"]] if isinstance(schema.get("type"), str) else schema.get("type", [])
-    if not {*names} <= _TYPES.keys() or not schema.keys() & {"type", "const", "enum"}:
-        yield path, "must name known types, a constant or an enumeration"
-        return
-    if not schema.keys() <= _KEYWORDS_OF_ALL.union(*map(_keywords_of, names)):
-        yield path, "has a keyword that is not enforced for its type"
-    if "string" in names and not schema.keys() & {"maxLength", "enum", "const", "format"}:
-        yield path, "needs maxLength, enum, const or format"
-    if "pattern" in schema and (_INLINE_FLAG.search(schema["pattern"]) or not _compiles(schema["pattern"])):
-        yield path, "has a pattern that changes its flags or is no regular expression"
-    names_of_values: set[str] = set()
-    _survey([schema.get("const"), schema.get("enum")], names_of_values)
-    if any(is_forbidden_name(name, role) for name in names_of_values):
-        yield path, "offers a value with a name that is not this contract's to declare"
-    if "array" in names:
-        yield from _array_complaints(schema, path, role)
-    if "object" in names:
-        yield from _object_complaints(schema, path, role)
-
-
 def _keywords_of(name: str) -> set[str]:
     """Return the keywords that are enforced for one type."""
     return _KEYWORDS_OF_TYPE.get(name, set()).union(keyword for keyword, _ in _CHECKS.get(_TYPES[name], ()))
@@ -679,6 +630,52 @@ def _object_complaints(schema: JsonObject, path: Tokens, role: str) -> Iterator[
         if is_forbidden_name(name, role):
             yield where, "bears a name that is not this contract's to declare"
         yield from _complaints(inner, where, role)
+
+
+def _complaints(schema: Any, path: Tokens, role: str) -> Iterator[tuple[Tokens, str]]:
+    """Yield what is wrong with a node and all below it; a misshapen node is looked at no further."""
+    problems = validate(_SCHEMA_CONTRACT, schema)
+    if problems:
+        yield from (((*path, *problem.path.split("/")[1:]), problem.message) for problem in problems)
+        return
+    names = [schema["type"]] if isinstance(schema.get("type"), str) else schema.get("type", [])
+    if not {*names} <= _TYPES.keys() or not schema.keys() & {"type", "const", "enum"}:
+        yield path, "must name known types, a constant or an enumeration"
+        return
+    if not schema.keys() <= _KEYWORDS_OF_ALL.union(*map(_keywords_of, names)):
+        yield path, "has a keyword that is not enforced for its type"
+    if "string" in names and not schema.keys() & {"maxLength", "enum", "const", "format"}:
+        yield path, "needs maxLength, enum, const or format"
+    if "pattern" in schema and (_INLINE_FLAG.search(schema["pattern"]) or not _compiles(schema["pattern"])):
+        yield path, "has a pattern that changes its flags or is no regular expression"
+    names_of_values: set[str] = set()
+    _survey([schema.get("const"), schema.get("enum")], names_of_values)
+    if any(is_forbidden_name(name, role) for name in names_of_values):
+        yield path, "offers a value with a name that is not this contract's to declare"
+    if "array" in names:
+        yield from _array_complaints(schema, path, role)
+    if "object" in names:
+        yield from _object_complaints(schema, path, role)
+
+
+@functools.lru_cache(maxsize=64)  # the same contract is judged once, however often it is registered
+def _require_sound(text: str, role: str) -> None:
+    for path, complaint in _complaints(_decode_canonical(text), (), role):
+        raise ContractError(f"contract at {readable(pointer(path))}: {complaint}")
+
+
+def require_schema(schema: object, *, role: Literal["data", "input", "output"] = "data") -> JsonObject:
+    """Return a copy of a sound contract: every keyword is enforced, every node bounded and closed.
+
+    An `input` may hold nothing open and no name that only the host may say; an `output` may hold an open
+    object (its names are scanned in each result) but declare no sensitive name. Raises `ContractError`.
+    """
+    try:
+        copy: JsonObject = plain_json(schema)
+    except JsonError as error:
+        raise ContractError(str(error)) from None
+    _require_sound(canonical_json(copy), role)
+    return copy
 
 
 # ===== 4. The error catalog =========================================================================
@@ -857,6 +854,17 @@ def malformed(reason: str, given: object = None) -> Malformed:
     return Malformed(reason, hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest())
 
 
+def _fixed_arguments(arguments: object) -> str | Malformed:
+    if type(arguments) is Malformed:  # an inbound adapter could not read them
+        _require_host(is_identifier(arguments.reason) and is_digest(arguments.sha256), "malformed arguments")
+        return arguments
+    try:
+        text = canonical_json(plain_json(arguments))
+    except JsonError as error:
+        return malformed(error.reason)
+    return text if len(text.encode("utf-8")) <= MAX_ARGUMENT_BYTES else malformed("size", text)
+
+
 @dataclass(frozen=True)
 class ToolCall:
     """A proposal fixed for good under a context; `bind_tool_call` makes it.
@@ -886,17 +894,6 @@ def bind_tool_call(proposal: ModelProposal, context: ExecutionContext) -> ToolCa
     `ModelProposal` and an `ExecutionContext`.
     """
     return ToolCall(proposal, context)
-
-
-def _fixed_arguments(arguments: object) -> str | Malformed:
-    if type(arguments) is Malformed:  # an inbound adapter could not read them
-        _require_host(is_identifier(arguments.reason) and is_digest(arguments.sha256), "malformed arguments")
-        return arguments
-    try:
-        text = canonical_json(plain_json(arguments))
-    except JsonError as error:
-        return malformed(error.reason)
-    return text if len(text.encode("utf-8")) <= MAX_ARGUMENT_BYTES else malformed("size", text)
 
 
 # ===== 6. Tools =====================================================================================
@@ -1064,26 +1061,12 @@ _SPEC_CONTRACT: Final = closed_object(
 )
 
 
-class Registry:
-    """The exact allow-list of tools (invariant 1): immutable, with a copy of every schema.
-
-    Raises `ContractError` for a tool that is misdescribed, unbounded or named twice.
-    """
-
-    def __init__(self, specs: Iterable[ToolSpec]) -> None:
-        tools: dict[str, ToolSpec] = {}
-        for spec in map(_registered, specs):
-            if spec.name in tools:
-                raise ContractError("two tools bear one name")
-            tools[spec.name] = spec
-        self._tools: Final = MappingProxyType(tools)
-
-    def __iter__(self) -> Iterator[ToolSpec]:
-        return iter(self._tools.values())
-
-    def find(self, name: str) -> ToolSpec | None:
-        """Return the tool of exactly this name; nothing is imported, evaluated or guessed."""
-        return self._tools.get(name)
+def _require_callables(spec: ToolSpec) -> None:
+    given = [spec.find_resource, spec.handler, *(f for f in (spec.find_receipt, spec.rules) if f is not None)]
+    if not all(map(callable, given)):
+        raise ContractError(f"tool {spec.name}: find_resource, handler, find_receipt and rules are callables")
+    if (spec.find_receipt is not None) != spec.writes:
+        raise ContractError(f"tool {spec.name}: a write needs find_receipt, a read has none")
 
 
 def _registered(spec: ToolSpec) -> ToolSpec:
@@ -1114,20 +1097,58 @@ def _registered(spec: ToolSpec) -> ToolSpec:
     return copy
 
 
-def _require_callables(spec: ToolSpec) -> None:
-    given = [spec.find_resource, spec.handler, *(f for f in (spec.find_receipt, spec.rules) if f is not None)]
-    if not all(map(callable, given)):
-        raise ContractError(f"tool {spec.name}: find_resource, handler, find_receipt and rules are callables")
-    if (spec.find_receipt is not None) != spec.writes:
-        raise ContractError(f"tool {spec.name}: a write needs find_receipt, a read has none")
+class Registry:
+    """The exact allow-list of tools (invariant 1): immutable, with a copy of every schema.
+
+    Raises `ContractError` for a tool that is misdescribed, unbounded or named twice.
+    """
+
+    def __init__(self, specs: Iterable[ToolSpec]) -> None:
+        tools: dict[str, ToolSpec] = {}
+        for spec in map(_registered, specs):
+            if spec.name in tools:
+                raise ContractError("two tools bear one name")
+            tools[spec.name] = spec
+        self._tools: Final = MappingProxyType(tools)
+
+    def __iter__(self) -> Iterator[ToolSpec]:
+        return iter(self._tools.values())
+
+    def find(self, name: str) -> ToolSpec | None:
+        """Return the tool of exactly this name; nothing is imported, evaluated or guessed."""
+        return self._tools.get(name)
 
 
 # ===== 7. One invocation and its digests ============================================================
 # Each digest document but the result's names its `kind`, so that no two can be confused.
 
-
 Scope = tuple[str, str, str, str | None]    # tenant, subject, tool, idempotency key
 Matter = tuple[str, str, str, str]          # tenant, subject, tool, canonical arguments
+
+_RULE_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
+
+
+def _is_declared_path(path: str, schema: JsonObject) -> bool:
+    """Tell whether a JSON Pointer leads only through declared fields and array indexes."""
+    first, *tokens = path.split("/")
+    for token in tokens:
+        declared = {pointer((name,))[1:]: inner for name, inner in schema.get("properties", {}).items()}
+        if token in declared:
+            schema = declared[token]
+        elif "items" in schema and re.fullmatch("0|[1-9][0-9]{0,5}", token):
+            schema = schema["items"]
+        else:
+            return False
+    return first == ""
+
+
+def _are_declared_problems(answer: object, schema: JsonObject) -> bool:
+    """Tell whether a tool's rules answered with problems that hold no text of the model's own."""
+    return type(answer) is list and all(
+        type(problem) is Problem and type(problem.path) is str and type(problem.rule) is str
+        and _RULE_NAME.fullmatch(problem.rule) is not None and _is_declared_path(problem.path, schema)
+        for problem in answer
+    )
 
 
 @dataclass(frozen=True)
@@ -1255,33 +1276,14 @@ class Invocation:
         })[:32]
 
 
-def _are_declared_problems(answer: object, schema: JsonObject) -> bool:
-    """Tell whether a tool's rules answered with problems that hold no text of the model's own."""
-    return type(answer) is list and all(
-        type(problem) is Problem and type(problem.path) is str and type(problem.rule) is str
-        and _RULE_NAME.fullmatch(problem.rule) is not None and _is_declared_path(problem.path, schema)
-        for problem in answer
-    )
-
-
-_RULE_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
-
-
-def _is_declared_path(path: str, schema: JsonObject) -> bool:
-    """Tell whether a JSON Pointer leads only through declared fields and array indexes."""
-    first, *tokens = path.split("/")
-    for token in tokens:
-        declared = {pointer((name,))[1:]: inner for name, inner in schema.get("properties", {}).items()}
-        if token in declared:
-            schema = declared[token]
-        elif "items" in schema and re.fullmatch("0|[1-9][0-9]{0,5}", token):
-            schema = schema["items"]
-        else:
-            return False
-    return first == ""
-
-
 # ===== 8. Approvals =================================================================================
+
+_APPROVAL_FIELDS: Final[JsonObject] = {
+    "approval_id": IDENTIFIER,
+    "approver_id": IDENTIFIER,
+    "expires_at": {"type": "integer", "minimum": 1, "maximum": MAX_INSTANT + MAX_APPROVAL_SECONDS},
+}
+_APPROVAL_CONTRACT: Final = closed_object(**_APPROVAL_FIELDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -1298,12 +1300,10 @@ class Approval:
         return {name: getattr(self, name, None) for name in _APPROVAL_FIELDS}
 
 
-_APPROVAL_FIELDS: Final[JsonObject] = {
-    "approval_id": IDENTIFIER,
-    "approver_id": IDENTIFIER,
-    "expires_at": {"type": "integer", "minimum": 1, "maximum": MAX_INSTANT + MAX_APPROVAL_SECONDS},
-}
-_APPROVAL_CONTRACT: Final = closed_object(**_APPROVAL_FIELDS)
+def is_resource(answer: object) -> TypeGuard[Resource]:
+    """Tell whether an author's answer grants access: exactly a `Resource`, whole and well typed."""
+    return type(answer) is Resource and is_identifier(getattr(answer, "revision", None)) and (
+        type(getattr(answer, "permits", None)) is bool)
 
 
 class ApprovalAuthority:
@@ -1373,12 +1373,6 @@ class ApprovalAuthority:
         return hmac.digest(self._key, canonical_json(document).encode("utf-8"), "sha256").hex()
 
 
-def is_resource(answer: object) -> TypeGuard[Resource]:
-    """Tell whether an author's answer grants access: exactly a `Resource`, whole and well typed."""
-    return type(answer) is Resource and is_identifier(getattr(answer, "revision", None)) and (
-        type(getattr(answer, "permits", None)) is bool)
-
-
 # ===== 9. Results: the two projections, built and rebuilt ===========================================
 # One function builds every package from an invocation and the few facts that it cannot supply. Validation
 # takes those facts out of a package, vets them, builds again and compares: the rebuilt package is the schema.
@@ -1416,29 +1410,6 @@ class Ending(NamedTuple):
     status_ref: str | None = None
 
 
-def build_package(invocation: Invocation, ending: Ending) -> Package:
-    """Build the one package that this invocation with this ending has (invariants 9 and 10)."""
-    model_result = _model_result(invocation, ending)
-    return {
-        "model_result": model_result,
-        "protected_audit": _protected_audit(invocation, ending, digest(model_result)),
-    }
-
-
-def _model_result(invocation: Invocation, ending: Ending) -> JsonObject:
-    policy = policy_of(ending.code)
-    evidence = ending.evidence
-    return {
-        "schema_version": MODEL_RESULT_VERSION,
-        "status": policy.status,
-        "data": _decode_canonical(evidence.data_json) if evidence else None,
-        "error": None if policy is SUCCESS else _model_error(policy, invocation),
-        "execution": {
-            "outcome": policy.outcome, "delivery": ending.delivery, "complete": True, "truncated": False},
-        "provenance": _provenance(invocation, evidence, ending.recorded_at),
-    }
-
-
 def _model_error(policy: ErrorPolicy, invocation: Invocation) -> JsonObject:
     shown = {name: getattr(policy, name) for name in (
         "code", "category", "safe_message", "recovery", "retry_after_ms")}
@@ -1459,6 +1430,32 @@ def _provenance(invocation: Invocation, evidence: Evidence | None, recorded_at: 
         "observed_at": evidence.observed_at,
         "trust": "untrusted_data",
     }
+
+
+def _model_result(invocation: Invocation, ending: Ending) -> JsonObject:
+    policy = policy_of(ending.code)
+    evidence = ending.evidence
+    return {
+        "schema_version": MODEL_RESULT_VERSION,
+        "status": policy.status,
+        "data": _decode_canonical(evidence.data_json) if evidence else None,
+        "error": None if policy is SUCCESS else _model_error(policy, invocation),
+        "execution": {
+            "outcome": policy.outcome, "delivery": ending.delivery, "complete": True, "truncated": False},
+        "provenance": _provenance(invocation, evidence, ending.recorded_at),
+    }
+
+
+def _shown_status_ref(invocation: Invocation, ending: Ending) -> str | None:
+    if ending.code == "OUTCOME_UNKNOWN":
+        return ending.status_ref
+    return invocation.status_ref if ending.code in ("OK", "OUTPUT_CONTRACT_VIOLATION") else None
+
+
+def _redactions(call: ToolCall) -> list[str]:
+    """Name the parts of the proposal whose text was not kept."""
+    parts = {"/name": call.name == MALFORMED_NAME, "/arguments": isinstance(call.arguments, Malformed)}
+    return [pointer for pointer, redacted in parts.items() if redacted]
 
 
 def _protected_audit(invocation: Invocation, ending: Ending, result_sha256: str) -> JsonObject:
@@ -1490,37 +1487,16 @@ def _protected_audit(invocation: Invocation, ending: Ending, result_sha256: str)
     return audit
 
 
-def _shown_status_ref(invocation: Invocation, ending: Ending) -> str | None:
-    if ending.code == "OUTCOME_UNKNOWN":
-        return ending.status_ref
-    return invocation.status_ref if ending.code in ("OK", "OUTPUT_CONTRACT_VIOLATION") else None
-
-
-def _redactions(call: ToolCall) -> list[str]:
-    """Name the parts of the proposal whose text was not kept."""
-    parts = {"/name": call.name == MALFORMED_NAME, "/arguments": isinstance(call.arguments, Malformed)}
-    return [pointer for pointer, redacted in parts.items() if redacted]
+def build_package(invocation: Invocation, ending: Ending) -> Package:
+    """Build the one package that this invocation with this ending has (invariants 9 and 10)."""
+    model_result = _model_result(invocation, ending)
+    return {
+        "model_result": model_result,
+        "protected_audit": _protected_audit(invocation, ending, digest(model_result)),
+    }
 
 
 # --- Output: what a handler or a receipt answered ---
-
-
-def validate_output(invocation: Invocation, result: object) -> list[Problem]:
-    """Check a handler's result against the tool's contract and limits; never raises (invariant 8)."""
-    return _examined_output(invocation, result)[1]
-
-
-def _examined_output(invocation: Invocation, result: object) -> tuple[Evidence | None, list[Problem]]:
-    """Copy and check a result in one go, so that what was checked is what is kept."""
-    if type(invocation) is not Invocation:
-        return None, [Problem("", "invocation", "must be an Invocation")]
-    if type(result) is not HandlerResult:
-        return None, [Problem("", "type", "must be a HandlerResult")]
-    try:
-        document = plain_json(_fields(result))
-    except JsonError as error:
-        return None, [Problem("", error.reason, str(error))]
-    return _evidence(invocation, document)
 
 
 def _evidence(invocation: Invocation, document: JsonObject) -> tuple[Evidence | None, list[Problem]]:
@@ -1547,6 +1523,24 @@ def _evidence(invocation: Invocation, document: JsonObject) -> tuple[Evidence | 
     if problems:
         return None, problems
     return Evidence(text, *(document[name] for name in Evidence._fields[1:])), []
+
+
+def _examined_output(invocation: Invocation, result: object) -> tuple[Evidence | None, list[Problem]]:
+    """Copy and check a result in one go, so that what was checked is what is kept."""
+    if type(invocation) is not Invocation:
+        return None, [Problem("", "invocation", "must be an Invocation")]
+    if type(result) is not HandlerResult:
+        return None, [Problem("", "type", "must be a HandlerResult")]
+    try:
+        document = plain_json(_fields(result))
+    except JsonError as error:
+        return None, [Problem("", error.reason, str(error))]
+    return _evidence(invocation, document)
+
+
+def validate_output(invocation: Invocation, result: object) -> list[Problem]:
+    """Check a handler's result against the tool's contract and limits; never raises (invariant 8)."""
+    return _examined_output(invocation, result)[1]
 
 
 # --- Validation: take the claims, vet them, build again, compare ---
@@ -1577,25 +1571,6 @@ _WRITE_CODES: Final = {
 }
 
 
-def validate_result(invocation: Invocation, package: object) -> list[Problem]:
-    """Say where a package differs from the one that its invocation would have produced; never raises.
-
-    Returns an empty list for a sound package. A package whose claims cannot be believed is reported at those
-    claims; any other at every pointer where it differs from the rebuilt one, with the rule `missing`,
-    `unexpected` (at the parent) or `rebuilt` (invariant 9). Who can also recompute the unkeyed digests can
-    still change a claim: a digest is evidence of consistency, not of origin.
-    """
-    return _rebuild(invocation, package)[1]
-
-
-def _rebuild(invocation: Invocation, package: object) -> tuple[Package, list[Problem]]:
-    """Return the package that this invocation and the given claims lead to, and how the given one differs."""
-    if type(invocation) is not Invocation:
-        return {}, [Problem("", "invocation", "must be an Invocation")]
-    copy, problems = _copied_package(package)
-    return ({}, problems) if problems else _rebuild_copy(invocation, copy)
-
-
 def _copied_package(package: object) -> tuple[Any, list[Problem]]:
     try:
         return plain_json(package), []
@@ -1603,13 +1578,41 @@ def _copied_package(package: object) -> tuple[Any, list[Problem]]:
         return None, [Problem("", error.reason, str(error))]
 
 
-def _rebuild_copy(invocation: Invocation, copy: Any) -> tuple[Package, list[Problem]]:
-    ending, problems = _claimed_ending(invocation, copy)
-    if problems:
-        return {}, problems
-    rebuilt = build_package(invocation, ending)
-    _compare(rebuilt, copy, (), problems)
-    return rebuilt, problems
+def _unbelievable(claims: JsonObject, package: object) -> list[Problem]:
+    return [p._replace(rule="missing") if p.rule == "required" else p for p in validate(claims, package)]
+
+
+_NO_ENDING: Final = Ending("TOOL_ERROR", "")
+_CLAIMED_AT: Final = {
+    "data": "/model_result", "resource_revision": "/model_result/provenance",
+    "observed_at": "/model_result/provenance", "request_id": "/protected_audit/downstream",
+    "receipt_id": "/protected_audit/downstream",
+}
+
+
+def _possible_codes(invocation: Invocation) -> set[str]:
+    verdict = invocation.input_verdict[0]
+    if verdict != "OK":
+        return {verdict, "CALL_ID_CONFLICT"}
+    if not invocation.tool.writes:
+        return _READ_CODES
+    return _KEYLESS_WRITE_CODES if invocation.call.context.idempotency_key is None else _WRITE_CODES
+
+
+def _implausible(invocation: Invocation, code: str, model: JsonObject, audit: JsonObject) -> list[Problem]:
+    """Say which claims this invocation could not have led to, whatever their digests."""
+    spec = invocation.spec
+    wrong = {
+        "/model_result/status": code not in _possible_codes(invocation),
+        "/protected_audit/downstream/status_ref":
+            code == "OUTCOME_UNKNOWN" and audit["downstream"]["status_ref"] is None,
+    }
+    if code == "OK" and spec is not None:
+        approver, subject = (audit["approval"] or {}).get("approver_id"), invocation.principal.subject_id
+        delivery = model["execution"]["delivery"]
+        wrong["/protected_audit/approval"] = spec.writes and approver in (None, subject)
+        wrong["/model_result/execution/delivery"] = not spec.writes and delivery != "fresh"
+    return [Problem(path, "impossible", "must follow from the call") for path, bad in wrong.items() if bad]
 
 
 def _claimed_ending(invocation: Invocation, package: Any) -> tuple[Ending, list[Problem]]:
@@ -1632,43 +1635,6 @@ def _claimed_ending(invocation: Invocation, package: Any) -> tuple[Ending, list[
     return Ending(code, audit["recorded_at"], model["execution"]["delivery"], evidence, approval), problems
 
 
-def _unbelievable(claims: JsonObject, package: object) -> list[Problem]:
-    return [p._replace(rule="missing") if p.rule == "required" else p for p in validate(claims, package)]
-
-
-_NO_ENDING: Final = Ending("TOOL_ERROR", "")
-_CLAIMED_AT: Final = {
-    "data": "/model_result", "resource_revision": "/model_result/provenance",
-    "observed_at": "/model_result/provenance", "request_id": "/protected_audit/downstream",
-    "receipt_id": "/protected_audit/downstream",
-}
-
-
-def _implausible(invocation: Invocation, code: str, model: JsonObject, audit: JsonObject) -> list[Problem]:
-    """Say which claims this invocation could not have led to, whatever their digests."""
-    spec = invocation.spec
-    wrong = {
-        "/model_result/status": code not in _possible_codes(invocation),
-        "/protected_audit/downstream/status_ref":
-            code == "OUTCOME_UNKNOWN" and audit["downstream"]["status_ref"] is None,
-    }
-    if code == "OK" and spec is not None:
-        approver, subject = (audit["approval"] or {}).get("approver_id"), invocation.principal.subject_id
-        delivery = model["execution"]["delivery"]
-        wrong["/protected_audit/approval"] = spec.writes and approver in (None, subject)
-        wrong["/model_result/execution/delivery"] = not spec.writes and delivery != "fresh"
-    return [Problem(path, "impossible", "must follow from the call") for path, bad in wrong.items() if bad]
-
-
-def _possible_codes(invocation: Invocation) -> set[str]:
-    verdict = invocation.input_verdict[0]
-    if verdict != "OK":
-        return {verdict, "CALL_ID_CONFLICT"}
-    if not invocation.tool.writes:
-        return _READ_CODES
-    return _KEYLESS_WRITE_CODES if invocation.call.context.idempotency_key is None else _WRITE_CODES
-
-
 _ABSENT: Final = object()
 
 
@@ -1686,16 +1652,50 @@ def _compare(expected: JsonObject, actual: JsonObject, path: Tokens, found: list
         found.append(Problem(pointer(path), "unexpected", "must hold no other field"))
 
 
+def _rebuild_copy(invocation: Invocation, copy: Any) -> tuple[Package, list[Problem]]:
+    ending, problems = _claimed_ending(invocation, copy)
+    if problems:
+        return {}, problems
+    rebuilt = build_package(invocation, ending)
+    _compare(rebuilt, copy, (), problems)
+    return rebuilt, problems
+
+
+def _rebuild(invocation: Invocation, package: object) -> tuple[Package, list[Problem]]:
+    """Return the package that this invocation and the given claims lead to, and how the given one differs."""
+    if type(invocation) is not Invocation:
+        return {}, [Problem("", "invocation", "must be an Invocation")]
+    copy, problems = _copied_package(package)
+    return ({}, problems) if problems else _rebuild_copy(invocation, copy)
+
+
+def validate_result(invocation: Invocation, package: object) -> list[Problem]:
+    """Say where a package differs from the one that its invocation would have produced; never raises.
+
+    Returns an empty list for a sound package. A package whose claims cannot be believed is reported at those
+    claims; any other at every pointer where it differs from the rebuilt one, with the rule `missing`,
+    `unexpected` (at the parent) or `rebuilt` (invariant 9). Who can also recompute the unkeyed digests can
+    still change a claim: a digest is evidence of consistency, not of origin.
+    """
+    return _rebuild(invocation, package)[1]
+
+
 # --- One turn: all results of one provider response ---
 
 
-def validate_result_set(invocations: Sequence[Invocation], packages: Sequence[object]) -> list[Problem]:
-    """Check the results of one turn, in any order; paths are led by the package's index; never raises.
+def _is_turn(invocations: Any) -> bool:
+    if not is_sequence(invocations) or not 1 <= len(invocations) <= MAX_CALLS:
+        return False
+    if not all(type(invocation) is Invocation for invocation in invocations):
+        return False
+    contexts = [invocation.call.context for invocation in invocations]
+    turns = {(invocation.principal, invocation.call.context.profile, invocation.call.context.response_id)
+             for invocation in invocations}
+    return len(turns) == 1 and len({context.call_id for context in contexts}) == len(contexts)
 
-    The turn has one principal, profile and response, and every call exactly one result: beyond the rules of
-    `validate_result` there are `turn`, `missing` (both at the root), `unknown` and `duplicate`.
-    """
-    return _rebuild_set(invocations, packages)[1]
+
+_CLAIMED_CALL: Final = open_object(
+    protected_audit=open_object(provider_context=open_object(call_id=IDENTIFIER)))
 
 
 def _rebuild_set(invocations: Any, packages: Any) -> tuple[list[Package], list[Problem]]:
@@ -1721,19 +1721,13 @@ def _rebuild_set(invocations: Any, packages: Any) -> tuple[list[Package], list[P
     return [rebuilt[call_id] for call_id in expected if call_id in rebuilt], problems
 
 
-def _is_turn(invocations: Any) -> bool:
-    if not is_sequence(invocations) or not 1 <= len(invocations) <= MAX_CALLS:
-        return False
-    if not all(type(invocation) is Invocation for invocation in invocations):
-        return False
-    contexts = [invocation.call.context for invocation in invocations]
-    turns = {(invocation.principal, invocation.call.context.profile, invocation.call.context.response_id)
-             for invocation in invocations}
-    return len(turns) == 1 and len({context.call_id for context in contexts}) == len(contexts)
+def validate_result_set(invocations: Sequence[Invocation], packages: Sequence[object]) -> list[Problem]:
+    """Check the results of one turn, in any order; paths are led by the package's index; never raises.
 
-
-_CLAIMED_CALL: Final = open_object(
-    protected_audit=open_object(provider_context=open_object(call_id=IDENTIFIER)))
+    The turn has one principal, profile and response, and every call exactly one result: beyond the rules of
+    `validate_result` there are `turn`, `missing` (both at the root), `unknown` and `duplicate`.
+    """
+    return _rebuild_set(invocations, packages)[1]
 
 
 # ===== 10. The ledger ===============================================================================
@@ -1761,6 +1755,9 @@ class Operation(NamedTuple):
     @property
     def status_ref(self) -> str:
         return str(self.command.status_ref)
+
+
+_NO_SCOPE: Final = ("", "", "", None)
 
 
 class Ledger:
@@ -1842,10 +1839,52 @@ class Ledger:
             return True
 
 
-_NO_SCOPE: Final = ("", "", "", None)
-
-
 # ===== 11. The dispatcher ===========================================================================
+
+
+def _reachable_resource(invocation: Invocation) -> Resource:
+    """Ask the tool's author; absent, forbidden and nonsense are one answer (invariant 4)."""
+    answer, error = _attempt(invocation.tool.find_resource, invocation.principal, invocation.arguments())
+    if error is not None:
+        raise Refused(_proven_code(error) or "TOOL_ERROR")
+    if not is_resource(answer):
+        raise Refused("NOT_FOUND")
+    return answer
+
+
+def _command(invocation: Invocation, resource: Resource, now: int, deadline: int | None) -> Command:
+    context = invocation.call.context
+    return Command(
+        invocation.principal, invocation.call.name, invocation.arguments(),
+        context.operation_id, context.idempotency_key,
+        invocation.request_sha256, invocation.status_ref, resource.revision, now, deadline,
+    )
+
+
+def _require_replayable(invocation: Invocation, standing: Operation | None) -> Operation | None:
+    """Judge what stands in an invocation's way: an open outcome first, then another intent, then a replay."""
+    if standing is None:
+        return None
+    if standing.state != "committed" and standing.matter == invocation.matter:
+        raise Refused("OUTCOME_UNKNOWN", standing.status_ref)
+    if standing.intent != invocation.intent:
+        raise Refused("IDEMPOTENCY_CONFLICT")
+    return standing
+
+
+def _success(
+    invocation: Invocation, delivery: str, evidence: Evidence | None, approval: Approval | None, now: int
+) -> Package:
+    public = approval.public() if approval else None
+    return build_package(invocation, Ending("OK", utc_text(now), delivery, evidence, public))
+
+
+def _is_receipt_of(receipt: object, operation: Operation, invocation: Invocation) -> bool:
+    """Tell whether a receipt speaks of this operation's effect; its result is judged afterwards."""
+    if type(receipt) is not Receipt:
+        return False
+    due = operation.status_ref, operation.command.request_sha256, invocation.contract["effect"]
+    return same_json([*due], [*_fields(receipt).values()][:len(due)])
 
 
 class Dispatcher:
@@ -2077,51 +2116,6 @@ class Dispatcher:
         return build_package(invocation, Ending(refusal.code, utc_text(now), status_ref=refusal.status_ref))
 
 
-def _reachable_resource(invocation: Invocation) -> Resource:
-    """Ask the tool's author; absent, forbidden and nonsense are one answer (invariant 4)."""
-    answer, error = _attempt(invocation.tool.find_resource, invocation.principal, invocation.arguments())
-    if error is not None:
-        raise Refused(_proven_code(error) or "TOOL_ERROR")
-    if not is_resource(answer):
-        raise Refused("NOT_FOUND")
-    return answer
-
-
-def _require_replayable(invocation: Invocation, standing: Operation | None) -> Operation | None:
-    """Judge what stands in an invocation's way: an open outcome first, then another intent, then a replay."""
-    if standing is None:
-        return None
-    if standing.state != "committed" and standing.matter == invocation.matter:
-        raise Refused("OUTCOME_UNKNOWN", standing.status_ref)
-    if standing.intent != invocation.intent:
-        raise Refused("IDEMPOTENCY_CONFLICT")
-    return standing
-
-
-def _is_receipt_of(receipt: object, operation: Operation, invocation: Invocation) -> bool:
-    """Tell whether a receipt speaks of this operation's effect; its result is judged afterwards."""
-    if type(receipt) is not Receipt:
-        return False
-    due = operation.status_ref, operation.command.request_sha256, invocation.contract["effect"]
-    return same_json([*due], [*_fields(receipt).values()][:len(due)])
-
-
-def _command(invocation: Invocation, resource: Resource, now: int, deadline: int | None) -> Command:
-    context = invocation.call.context
-    return Command(
-        invocation.principal, invocation.call.name, invocation.arguments(),
-        context.operation_id, context.idempotency_key,
-        invocation.request_sha256, invocation.status_ref, resource.revision, now, deadline,
-    )
-
-
-def _success(
-    invocation: Invocation, delivery: str, evidence: Evidence | None, approval: Approval | None, now: int
-) -> Package:
-    public = approval.public() if approval else None
-    return build_package(invocation, Ending("OK", utc_text(now), delivery, evidence, public))
-
-
 # ===== 12. Provider edges ===========================================================================
 # Inbound, a provider's whole JSON response becomes calls; outbound, a package's model projection becomes the
 # provider's result item. Only the fields named here are read: providers add others all the time.
@@ -2164,23 +2158,17 @@ _ENVELOPES: Final[Mapping[str, _Envelope]] = MappingProxyType({
 })
 
 
-def from_openai_responses(response: JsonObject) -> list[ProviderCall]:
-    """Read the calls of one OpenAI Responses API response, in order.
-
-    `call_id` correlates, never `id`; `arguments` is JSON text. Raises `ProviderError` where calls cannot be
-    correlated; arguments that cannot be read become `Malformed`, and so do all of an unfinished response.
-    """
-    return _read_calls("openai", response, _decoded_arguments)
+def _require_envelope(document: Any, contract: JsonObject) -> Any:
+    for problem in validate(contract, document):
+        raise ProviderError(f"provider response at {readable(problem.path)}: {problem.message}")
+    return document
 
 
-def from_anthropic_messages(message: JsonObject) -> list[ProviderCall]:
-    """Read the calls of one Anthropic Messages API message; `input` is an object. Raises `ProviderError`."""
-    return _read_calls("anthropic", message, _given_arguments)
-
-
-def from_gemini_interactions(interaction: JsonObject) -> list[ProviderCall]:
-    """Read the calls of one Gemini Interactions API interaction, in order. Raises `ProviderError`."""
-    return _read_calls("google", interaction, _given_arguments)
+def _is_finished(document: JsonObject, finished: tuple[str, str] | None) -> bool:
+    if finished is None:
+        return True
+    value = document.get(finished[0])
+    return value is None or same_json(finished[1], value)
 
 
 def _read_calls(provider: str, response: object, read: Callable[[object], Any]) -> list[ProviderCall]:
@@ -2202,19 +2190,6 @@ def _read_calls(provider: str, response: object, read: Callable[[object], Any]) 
     return [*calls.values()]
 
 
-def _require_envelope(document: Any, contract: JsonObject) -> Any:
-    for problem in validate(contract, document):
-        raise ProviderError(f"provider response at {readable(problem.path)}: {problem.message}")
-    return document
-
-
-def _is_finished(document: JsonObject, finished: tuple[str, str] | None) -> bool:
-    if finished is None:
-        return True
-    value = document.get(finished[0])
-    return value is None or same_json(finished[1], value)
-
-
 def _decoded_arguments(given: object) -> Any:
     """Decode a provider's argument text; nothing but a text is read, and nothing is unwrapped."""
     if type(given) is not str:
@@ -2225,43 +2200,30 @@ def _decoded_arguments(given: object) -> Any:
         return malformed(error.reason, given)
 
 
+def from_openai_responses(response: JsonObject) -> list[ProviderCall]:
+    """Read the calls of one OpenAI Responses API response, in order.
+
+    `call_id` correlates, never `id`; `arguments` is JSON text. Raises `ProviderError` where calls cannot be
+    correlated; arguments that cannot be read become `Malformed`, and so do all of an unfinished response.
+    """
+    return _read_calls("openai", response, _decoded_arguments)
+
+
 def _given_arguments(given: object) -> Any:
     return given if type(given) is dict else malformed("type", given)
 
 
+def from_anthropic_messages(message: JsonObject) -> list[ProviderCall]:
+    """Read the calls of one Anthropic Messages API message; `input` is an object. Raises `ProviderError`."""
+    return _read_calls("anthropic", message, _given_arguments)
+
+
+def from_gemini_interactions(interaction: JsonObject) -> list[ProviderCall]:
+    """Read the calls of one Gemini Interactions API interaction, in order. Raises `ProviderError`."""
+    return _read_calls("google", interaction, _given_arguments)
+
+
 # --- Outbound: the rebuilt model projection on the wire ---
-
-
-def to_openai_responses(invocation: Invocation, package: object) -> JsonObject:
-    """Map one result to an OpenAI `function_call_output`; it has no error flag, the text says it.
-
-    Like its siblings it sends the rebuilt projection, never the caller's object (invariants 8 and 9), and
-    raises `ResultContractError` for another provider's call or a package that fails `validate_result`.
-    """
-    return _result_item(invocation, _require_result("openai", invocation, package))
-
-
-def to_anthropic_messages(invocation: Invocation, package: object) -> JsonObject:
-    """Map one result to an Anthropic `tool_result` block. Raises `ResultContractError`."""
-    return _result_item(invocation, _require_result("anthropic", invocation, package))
-
-
-def to_gemini_interactions(invocation: Invocation, package: object) -> JsonObject:
-    """Map one result to a Gemini continuation; the host adds `model`. Raises `ResultContractError`."""
-    model_result = _require_result("google", invocation, package)
-    return _continuation(invocation, [_result_item(invocation, model_result)])
-
-
-def continue_turn(invocations: Sequence[Invocation], packages: Sequence[object]) -> JsonObject:
-    """Answer a whole turn: one result for each call, in call order, whatever order the packages come in.
-
-    Raises `ResultContractError` for anything that `validate_result_set` reports.
-    """
-    rebuilt, problems = _rebuild_set(invocations, packages)
-    if problems:
-        raise ResultContractError(problems)
-    results = [package["model_result"] for package in rebuilt]
-    return _continuation(invocations[0], [*map(_result_item, invocations, results)])
 
 
 def _require_result(provider: str, invocation: Invocation, package: object) -> JsonObject:
@@ -2287,6 +2249,20 @@ def _result_item(invocation: Invocation, model_result: JsonObject) -> JsonObject
     }
 
 
+def to_openai_responses(invocation: Invocation, package: object) -> JsonObject:
+    """Map one result to an OpenAI `function_call_output`; it has no error flag, the text says it.
+
+    Like its siblings it sends the rebuilt projection, never the caller's object (invariants 8 and 9), and
+    raises `ResultContractError` for another provider's call or a package that fails `validate_result`.
+    """
+    return _result_item(invocation, _require_result("openai", invocation, package))
+
+
+def to_anthropic_messages(invocation: Invocation, package: object) -> JsonObject:
+    """Map one result to an Anthropic `tool_result` block. Raises `ResultContractError`."""
+    return _result_item(invocation, _require_result("anthropic", invocation, package))
+
+
 def _continuation(invocation: Invocation, items: list[JsonObject]) -> JsonObject:
     context = invocation.call.context
     if context.profile.provider == "anthropic":
@@ -2295,30 +2271,30 @@ def _continuation(invocation: Invocation, items: list[JsonObject]) -> JsonObject
     return {previous: context.response_id, "input": items}
 
 
+def to_gemini_interactions(invocation: Invocation, package: object) -> JsonObject:
+    """Map one result to a Gemini continuation; the host adds `model`. Raises `ResultContractError`."""
+    model_result = _require_result("google", invocation, package)
+    return _continuation(invocation, [_result_item(invocation, model_result)])
+
+
+def continue_turn(invocations: Sequence[Invocation], packages: Sequence[object]) -> JsonObject:
+    """Answer a whole turn: one result for each call, in call order, whatever order the packages come in.
+
+    Raises `ResultContractError` for anything that `validate_result_set` reports.
+    """
+    rebuilt, problems = _rebuild_set(invocations, packages)
+    if problems:
+        raise ResultContractError(problems)
+    results = [package["model_result"] for package in rebuilt]
+    return _continuation(invocations[0], [*map(_result_item, invocations, results)])
+
+
 # --- Tool definitions for a provider's request ---
 
 # Strict modes refuse or move other keywords; the host enforces the full contract either way.
 _ADVERTISED_KEYWORDS: Final = (
     "type", "title", "description", "enum", "properties", "required", "additionalProperties", "items",
 )
-
-
-def advertise_tools(registry: Registry, profile: ProviderProfile) -> list[JsonObject]:
-    """Write the registry's tools as one provider's definitions, from the contract that is enforced.
-
-    Raises `HostContextError` for a profile that is not registered.
-    """
-    _require_host(is_registered(profile), "profile")
-    return [_definition(spec, profile.provider) for spec in registry]
-
-
-def _definition(spec: ToolSpec, provider: str) -> JsonObject:
-    definition = {"name": spec.name, "description": spec.description}
-    schema = _advertised(plain_json(spec.input_schema))
-    if provider == "anthropic":
-        return {**definition, "input_schema": schema, "strict": True}
-    strict = {"strict": True} if provider == "openai" else {}
-    return {"type": "function", **definition, "parameters": schema, **strict}
 
 
 def _advertised(schema: JsonObject) -> JsonObject:
@@ -2334,6 +2310,24 @@ def _advertised(schema: JsonObject) -> JsonObject:
     return kept
 
 
+def _definition(spec: ToolSpec, provider: str) -> JsonObject:
+    definition = {"name": spec.name, "description": spec.description}
+    schema = _advertised(plain_json(spec.input_schema))
+    if provider == "anthropic":
+        return {**definition, "input_schema": schema, "strict": True}
+    strict = {"strict": True} if provider == "openai" else {}
+    return {"type": "function", **definition, "parameters": schema, **strict}
+
+
+def advertise_tools(registry: Registry, profile: ProviderProfile) -> list[JsonObject]:
+    """Write the registry's tools as one provider's definitions, from the contract that is enforced.
+
+    Raises `HostContextError` for a profile that is not registered.
+    """
+    _require_host(is_registered(profile), "profile")
+    return [_definition(spec, profile.provider) for spec in registry]
+
+
 # ===== 13. The demo: a mock downstream with two tools ===============================================
 # Everything above is generic. From here on there are orders and refund drafts, in memory, with faults.
 
@@ -2347,6 +2341,10 @@ class Order(NamedTuple):
     owner_id: str
     status: str
     revision: str
+
+
+def _revisions(stem: str) -> Revisions:
+    return Revisions(**{name: f"{stem}-{name.replace('_', '-')}-v1" for name in _REVISION_NAMES})
 
 
 class MockDownstream:
@@ -2475,10 +2473,6 @@ class MockDownstream:
         )
 
 
-def _revisions(stem: str) -> Revisions:
-    return Revisions(**{name: f"{stem}-{name.replace('_', '-')}-v1" for name in _REVISION_NAMES})
-
-
 def demo_dispatcher(
     downstream: MockDownstream | None = None, *, observe: Callable[[str], object] | None = None
 ) -> Dispatcher:
@@ -2550,40 +2544,7 @@ class FixtureIOError(FixtureError):
         super().__init__([Problem("", "io", "the fixture cannot be read")])
 
 
-def load_fixture(path: str | os.PathLike[str]) -> JsonObject:
-    """Read and decode a fixture file; no more than 65,537 bytes are read. Raises `FixtureError`."""
-    try:
-        with open(path, "rb") as file:
-            raw = file.read(MAX_FIXTURE_BYTES + 1)
-    except (OSError, ValueError):  # a NUL byte in the name is a ValueError
-        raise FixtureIOError from None
-    return decode_fixture(raw)
-
-
-def decode_fixture(raw: bytes | str) -> JsonObject:
-    """Decode and check a fixture of at most 65,536 bytes. Raises `FixtureError` with all its problems."""
-    try:
-        return _require_fixture(decode_json(raw, max_bytes=MAX_FIXTURE_BYTES))
-    except JsonError as error:
-        raise FixtureError([Problem("", error.reason, str(error))]) from None
-
-
 Places = list[tuple[str, JsonObject]]       # well-shaped cases or steps, each with its JSON Pointer
-
-
-def _require_fixture(fixture: Any) -> JsonObject:
-    problems = validate(FIXTURE_SCHEMA, fixture)
-    # A misshapen case or step is looked at no further, but hides no problem of the others.
-    paths = [problem.path for problem in problems]
-    misshapen = {"/".join(path.split("/")[:5 if "/steps/" in path else 3]) for path in paths}
-    if not misshapen & {"", "/cases"}:
-        cases = _well_shaped("/cases", fixture["cases"], misshapen)
-        problems += _repeated("id", cases)
-        for path, case in cases:
-            problems += _case_problems(path, case, misshapen)
-    if problems:
-        raise FixtureError(problems)
-    return fixture  # type: ignore[no-any-return]
 
 
 def _well_shaped(path: str, items: list[JsonObject], misshapen: set[str]) -> Places:
@@ -2596,39 +2557,6 @@ def _repeated(name: str, places: Places) -> Iterator[Problem]:
         if item[name] in seen:
             yield Problem(f"{path}/{name}", "unique", "must not be repeated")
         seen.add(item[name])
-
-
-def _case_problems(path: str, case: JsonObject, misshapen: set[str]) -> Iterator[Problem]:
-    """Check what a schema cannot say about one case."""
-    roles = case["principal"]["roles"]
-    if sorted({*roles}) != roles:
-        yield Problem(path + "/principal/roles", "sorted", "must be sorted and unique")
-    steps = _well_shaped(path + "/steps", case["steps"], misshapen)
-    yield from _repeated("step_id", steps)
-    for where, step in steps:
-        yield from _step_problems(where, step)
-    if len(steps) == len(case["steps"]):  # else what a reference names may be among the misshapen
-        yield from _reference_problems(steps)
-
-
-def _reference_problems(steps: Places) -> Iterator[Problem]:
-    dispatched: set[str | None] = set()
-    for path, step in steps:
-        reference, query = step["status_ref_from"], step["action"] == "query_status"
-        if reference not in (dispatched if query else {None}):
-            message = "must name an earlier dispatch, and only for a query"
-            yield Problem(path + "/status_ref_from", "reference", message)
-        if not query:
-            dispatched.add(step["step_id"])
-
-
-def _step_problems(path: str, step: JsonObject) -> Iterator[Problem]:
-    if not is_registered(_profile(step)):
-        yield Problem(path + "/execution_context", "profile", "must be a registered provider profile")
-    for name in ("failure", "approval"):
-        if step["action"] == "query_status" and step[name] != "none":
-            yield Problem(f"{path}/{name}", "query", "must be none for a status query")
-    yield from _expectation_problems(path + "/expected", step["expected"])
 
 
 def _profile(step: JsonObject) -> ProviderProfile:
@@ -2648,29 +2576,102 @@ def _expectation_problems(path: str, expected: JsonObject) -> Iterator[Problem]:
         yield Problem(path + "/data", "catalog", "must be an object for OK and null for an error")
 
 
-def run_fixture(fixture: object, *, explain: bool = False) -> JsonObject:
-    """Replay every case on a fresh demo and compare each step with its expectation.
+def _step_problems(path: str, step: JsonObject) -> Iterator[Problem]:
+    if not is_registered(_profile(step)):
+        yield Problem(path + "/execution_context", "profile", "must be a registered provider profile")
+    for name in ("failure", "approval"):
+        if step["action"] == "query_status" and step[name] != "none":
+            yield Problem(f"{path}/{name}", "query", "must be none for a status query")
+    yield from _expectation_problems(path + "/expected", step["expected"])
 
-    Returns the report that the command line prints: `schema_version`, `passed`, `case_count`, `step_count`
-    and `cases`. With `explain`, each step also tells what was asked, which gates it entered and what its
-    provider gets. Raises `FixtureError` before anything runs.
-    """
+
+def _reference_problems(steps: Places) -> Iterator[Problem]:
+    dispatched: set[str | None] = set()
+    for path, step in steps:
+        reference, query = step["status_ref_from"], step["action"] == "query_status"
+        if reference not in (dispatched if query else {None}):
+            message = "must name an earlier dispatch, and only for a query"
+            yield Problem(path + "/status_ref_from", "reference", message)
+        if not query:
+            dispatched.add(step["step_id"])
+
+
+def _case_problems(path: str, case: JsonObject, misshapen: set[str]) -> Iterator[Problem]:
+    """Check what a schema cannot say about one case."""
+    roles = case["principal"]["roles"]
+    if sorted({*roles}) != roles:
+        yield Problem(path + "/principal/roles", "sorted", "must be sorted and unique")
+    steps = _well_shaped(path + "/steps", case["steps"], misshapen)
+    yield from _repeated("step_id", steps)
+    for where, step in steps:
+        yield from _step_problems(where, step)
+    if len(steps) == len(case["steps"]):  # else what a reference names may be among the misshapen
+        yield from _reference_problems(steps)
+
+
+def _require_fixture(fixture: Any) -> JsonObject:
+    problems = validate(FIXTURE_SCHEMA, fixture)
+    # A misshapen case or step is looked at no further, but hides no problem of the others.
+    paths = [problem.path for problem in problems]
+    misshapen = {"/".join(path.split("/")[:5 if "/steps/" in path else 3]) for path in paths}
+    if not misshapen & {"", "/cases"}:
+        cases = _well_shaped("/cases", fixture["cases"], misshapen)
+        problems += _repeated("id", cases)
+        for path, case in cases:
+            problems += _case_problems(path, case, misshapen)
+    if problems:
+        raise FixtureError(problems)
+    return fixture  # type: ignore[no-any-return]
+
+
+def decode_fixture(raw: bytes | str) -> JsonObject:
+    """Decode and check a fixture of at most 65,536 bytes. Raises `FixtureError` with all its problems."""
     try:
-        return _replay(_require_fixture(plain_json(fixture)), explain)
+        return _require_fixture(decode_json(raw, max_bytes=MAX_FIXTURE_BYTES))
     except JsonError as error:
         raise FixtureError([Problem("", error.reason, str(error))]) from None
 
 
-def _replay(fixture: JsonObject, explain: bool) -> JsonObject:
-    """Replay a fixture that has been checked."""
-    cases = [_CaseRun(case).report(explain) for case in fixture["cases"]]
+def load_fixture(path: str | os.PathLike[str]) -> JsonObject:
+    """Read and decode a fixture file; no more than 65,537 bytes are read. Raises `FixtureError`."""
+    try:
+        with open(path, "rb") as file:
+            raw = file.read(MAX_FIXTURE_BYTES + 1)
+    except (OSError, ValueError):  # a NUL byte in the name is a ValueError
+        raise FixtureIOError from None
+    return decode_fixture(raw)
+
+
+def _bound_call(step: JsonObject) -> ToolCall:
+    names = ("response_id", "call_id", "operation_id", "idempotency_key")
+    host = {name: step["execution_context"][name] for name in names}
+    return bind_tool_call(ModelProposal(**step["proposal"]), ExecutionContext(_profile(step), **host))
+
+
+def _mismatch(name: str, expected: object, actual: object) -> JsonObject:
+    return {"field": name, "expected": expected, "actual": actual}
+
+
+def _facts(model_result: JsonObject, side_effect_count: int) -> JsonObject:
+    """Return what a step's expectation speaks of."""
+    policy = policy_of(model_result["error"]["code"] if model_result["error"] else "OK")
+    execution = model_result["execution"]
     return {
-        "schema_version": REPORT_VERSION,
-        "passed": all(case["passed"] for case in cases),
-        "case_count": len(cases),
-        "step_count": sum(len(case["steps"]) for case in cases),
-        "cases": cases,
+        "code": policy.code, "status": model_result["status"], "outcome": execution["outcome"],
+        "recovery": policy.recovery, "delivery": execution["delivery"],
+        "data": model_result["data"], "side_effect_count": side_effect_count,
     }
+
+
+def _payload(invocation: Invocation, package: Package) -> tuple[JsonObject | None, list[JsonObject]]:
+    """Map a package by its provider's adapter, which validates it first; what that reports are mismatches."""
+    to_provider = {
+        "openai": to_openai_responses, "anthropic": to_anthropic_messages, "google": to_gemini_interactions,
+    }[invocation.call.context.profile.provider]
+    try:
+        return to_provider(invocation, package), []
+    except ResultContractError as error:
+        return None, [_mismatch(problem.path, problem.rule, None) for problem in error.problems]
 
 
 class _CaseRun:
@@ -2754,36 +2755,29 @@ class _CaseRun:
         }
 
 
-def _bound_call(step: JsonObject) -> ToolCall:
-    names = ("response_id", "call_id", "operation_id", "idempotency_key")
-    host = {name: step["execution_context"][name] for name in names}
-    return bind_tool_call(ModelProposal(**step["proposal"]), ExecutionContext(_profile(step), **host))
-
-
-def _facts(model_result: JsonObject, side_effect_count: int) -> JsonObject:
-    """Return what a step's expectation speaks of."""
-    policy = policy_of(model_result["error"]["code"] if model_result["error"] else "OK")
-    execution = model_result["execution"]
+def _replay(fixture: JsonObject, explain: bool) -> JsonObject:
+    """Replay a fixture that has been checked."""
+    cases = [_CaseRun(case).report(explain) for case in fixture["cases"]]
     return {
-        "code": policy.code, "status": model_result["status"], "outcome": execution["outcome"],
-        "recovery": policy.recovery, "delivery": execution["delivery"],
-        "data": model_result["data"], "side_effect_count": side_effect_count,
+        "schema_version": REPORT_VERSION,
+        "passed": all(case["passed"] for case in cases),
+        "case_count": len(cases),
+        "step_count": sum(len(case["steps"]) for case in cases),
+        "cases": cases,
     }
 
 
-def _payload(invocation: Invocation, package: Package) -> tuple[JsonObject | None, list[JsonObject]]:
-    """Map a package by its provider's adapter, which validates it first; what that reports are mismatches."""
-    to_provider = {
-        "openai": to_openai_responses, "anthropic": to_anthropic_messages, "google": to_gemini_interactions,
-    }[invocation.call.context.profile.provider]
+def run_fixture(fixture: object, *, explain: bool = False) -> JsonObject:
+    """Replay every case on a fresh demo and compare each step with its expectation.
+
+    Returns the report that the command line prints: `schema_version`, `passed`, `case_count`, `step_count`
+    and `cases`. With `explain`, each step also tells what was asked, which gates it entered and what its
+    provider gets. Raises `FixtureError` before anything runs.
+    """
     try:
-        return to_provider(invocation, package), []
-    except ResultContractError as error:
-        return None, [_mismatch(problem.path, problem.rule, None) for problem in error.problems]
-
-
-def _mismatch(name: str, expected: object, actual: object) -> JsonObject:
-    return {"field": name, "expected": expected, "actual": actual}
+        return _replay(_require_fixture(plain_json(fixture)), explain)
+    except JsonError as error:
+        raise FixtureError([Problem("", error.reason, str(error))]) from None
 
 
 # ===== 15. Command line =============================================================================
@@ -2800,16 +2794,6 @@ class _UsageError(Exception):
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise _UsageError("the options are wrong; --help lists them")  # argparse repeats what was typed
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return 0 where all passed, 1 where a step did not, 2 for a bad fixture or use."""
-    try:
-        text, status = _answer(_parser().parse_args(argv))
-    except (_UsageError, FixtureError) as error:
-        _emit(_lines([f"{PROGRAM}: error:", *str(error).splitlines()]), sys.stderr)
-        return 2
-    return status if _emit(text, sys.stdout) else 2
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -2831,20 +2815,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _answer(options: argparse.Namespace) -> tuple[str, int]:
-    """Return what to print, and the exit status."""
-    if options.help:
-        return _parser().format_help(), 0
-    if options.version:
-        return f"{PROGRAM} {__version__}\n", 0
-    if options.print_schema:
-        return _json_text({"$schema": "https://json-schema.org/draft/2020-12/schema", **FIXTURE_SCHEMA}), 0
-    if options.tools:
-        return _json_text(advertise_tools(demo_dispatcher().registry, PROFILES[options.tools])), 0
-    report = _replay(_selected(_given_fixture(options.fixture), options.case), options.explain)
-    as_text = options.format == "text" or (
-        options.format == "auto" and _is_open(sys.stdout) and sys.stdout.isatty())
-    return _report_text(report) if as_text else _json_text(report), 0 if report["passed"] else 1
+def _json_text(document: object) -> str:
+    return json.dumps(document, indent=2) + "\n"  # ASCII: no console is steered by a character of a fixture
 
 
 def _given_fixture(source: str | None) -> JsonObject:
@@ -2865,35 +2837,35 @@ def _selected(fixture: JsonObject, case_ids: list[str] | None) -> JsonObject:
     return {**fixture, "cases": [case for case in fixture["cases"] if case["id"] in case_ids]}
 
 
-def _json_text(document: object) -> str:
-    return json.dumps(document, indent=2) + "\n"  # ASCII: no console is steered by a character of a fixture
+def _is_open(stream: Any) -> bool:
+    """Tell whether a stream can be written to; Python has `None` for one that it was started without."""
+    return stream is not None and not stream.closed
 
 
-def _report_text(report: JsonObject) -> str:
-    lines: list[str] = []
-    for case in report["cases"]:
-        for step in case["steps"]:
-            lines += _step_lines(case["id"], step)
-    passed = "true" if report["passed"] else "false"
-    lines.append(f"passed={passed} case_count={report['case_count']} step_count={report['step_count']}")
-    return _lines(lines)
+def _printable(text: str) -> str:
+    """Escape what could steer a terminal: control, bidirectional and other invisible characters."""
+    return "".join(
+        letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
 
 
-def _step_lines(case_id: str, step: JsonObject) -> Iterator[str]:
-    verdict, title = "ok" if step["passed"] else "FAIL", f"{case_id} / {step['step_id']}"
-    if "explanation" in step:
-        yield f"{title:<{WIDTH - 4}.{WIDTH - 5}}{verdict:>4}"
-        yield from _explained({**step, **step["explanation"]})
-    elif "code" in step:
-        ending = "{code}  {outcome}  {delivery}  effects {side_effect_count}".format_map(step)
-        yield f"{verdict:<6}{title:<50}{ending}"
-    else:
-        yield f"{verdict:<6}{title}"
-    for mismatch in step["mismatches"]:
-        expected, actual = json.dumps(mismatch["expected"]), json.dumps(mismatch["actual"])
-        yield f"      {mismatch['field']:<20} expected {expected:<28} actual {actual}"
-    if "explanation" in step:
-        yield ""
+def _labelled(label: str, text: str, most: int = 4) -> Iterator[str]:
+    """Wrap a text beside its label; what does not fit into `most` lines is cut with two dots."""
+    import textwrap  # needed by nothing else: the other commands start sooner without it
+
+    lines = textwrap.wrap(_printable(text), WIDTH - _LABEL, break_on_hyphens=False)
+    if len(lines) > most:
+        lines[most - 1:] = [lines[most - 1][:WIDTH - _LABEL - 2] + ".."]
+    for number, line in enumerate(lines):
+        yield f"  {'' if number else label:<{_LABEL - 2}}{line}"
+
+
+def _carried_text(payload: Any) -> str:
+    """Return the canonical result text inside a provider payload, the longest text that it holds."""
+    if isinstance(payload, str):
+        return payload
+    members = payload.values() if isinstance(payload, dict) else payload if isinstance(payload, list) else ()
+    texts = map(_carried_text, members)
+    return max(texts, key=len, default="")
 
 
 def _explained(told: JsonObject) -> Iterator[str]:
@@ -2921,39 +2893,51 @@ def _explained(told: JsonObject) -> Iterator[str]:
     yield from _labelled("  with text", text, most=2)
 
 
-def _carried_text(payload: Any) -> str:
-    """Return the canonical result text inside a provider payload, the longest text that it holds."""
-    if isinstance(payload, str):
-        return payload
-    members = payload.values() if isinstance(payload, dict) else payload if isinstance(payload, list) else ()
-    texts = map(_carried_text, members)
-    return max(texts, key=len, default="")
-
-
-def _labelled(label: str, text: str, most: int = 4) -> Iterator[str]:
-    """Wrap a text beside its label; what does not fit into `most` lines is cut with two dots."""
-    import textwrap  # needed by nothing else: the other commands start sooner without it
-
-    lines = textwrap.wrap(_printable(text), WIDTH - _LABEL, break_on_hyphens=False)
-    if len(lines) > most:
-        lines[most - 1:] = [lines[most - 1][:WIDTH - _LABEL - 2] + ".."]
-    for number, line in enumerate(lines):
-        yield f"  {'' if number else label:<{_LABEL - 2}}{line}"
-
-
-def _printable(text: str) -> str:
-    """Escape what could steer a terminal: control, bidirectional and other invisible characters."""
-    return "".join(
-        letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
+def _step_lines(case_id: str, step: JsonObject) -> Iterator[str]:
+    verdict, title = "ok" if step["passed"] else "FAIL", f"{case_id} / {step['step_id']}"
+    if "explanation" in step:
+        yield f"{title:<{WIDTH - 4}.{WIDTH - 5}}{verdict:>4}"
+        yield from _explained({**step, **step["explanation"]})
+    elif "code" in step:
+        ending = "{code}  {outcome}  {delivery}  effects {side_effect_count}".format_map(step)
+        yield f"{verdict:<6}{title:<50}{ending}"
+    else:
+        yield f"{verdict:<6}{title}"
+    for mismatch in step["mismatches"]:
+        expected, actual = json.dumps(mismatch["expected"]), json.dumps(mismatch["actual"])
+        yield f"      {mismatch['field']:<20} expected {expected:<28} actual {actual}"
+    if "explanation" in step:
+        yield ""
 
 
 def _lines(lines: Iterable[str]) -> str:
     return "".join(_printable(line) + "\n" for line in lines)
 
 
-def _is_open(stream: Any) -> bool:
-    """Tell whether a stream can be written to; Python has `None` for one that it was started without."""
-    return stream is not None and not stream.closed
+def _report_text(report: JsonObject) -> str:
+    lines: list[str] = []
+    for case in report["cases"]:
+        for step in case["steps"]:
+            lines += _step_lines(case["id"], step)
+    passed = "true" if report["passed"] else "false"
+    lines.append(f"passed={passed} case_count={report['case_count']} step_count={report['step_count']}")
+    return _lines(lines)
+
+
+def _answer(options: argparse.Namespace) -> tuple[str, int]:
+    """Return what to print, and the exit status."""
+    if options.help:
+        return _parser().format_help(), 0
+    if options.version:
+        return f"{PROGRAM} {__version__}\n", 0
+    if options.print_schema:
+        return _json_text({"$schema": "https://json-schema.org/draft/2020-12/schema", **FIXTURE_SCHEMA}), 0
+    if options.tools:
+        return _json_text(advertise_tools(demo_dispatcher().registry, PROFILES[options.tools])), 0
+    report = _replay(_selected(_given_fixture(options.fixture), options.case), options.explain)
+    as_text = options.format == "text" or (
+        options.format == "auto" and _is_open(sys.stdout) and sys.stdout.isatty())
+    return _report_text(report) if as_text else _json_text(report), 0 if report["passed"] else 1
 
 
 def _emit(text: str, stream: Any) -> bool:
@@ -2971,6 +2955,16 @@ def _emit(text: str, stream: Any) -> bool:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # where Python's last flush may go
         return isinstance(error, BrokenPipeError) or error.errno == errno.EINVAL  # the same on Windows
     return True
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; return 0 where all passed, 1 where a step did not, 2 for a bad fixture or use."""
+    try:
+        text, status = _answer(_parser().parse_args(argv))
+    except (_UsageError, FixtureError) as error:
+        _emit(_lines([f"{PROGRAM}: error:", *str(error).splitlines()]), sys.stderr)
+        return 2
+    return status if _emit(text, sys.stdout) else 2
 
 
 if __name__ == "__main__":
