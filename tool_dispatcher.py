@@ -119,7 +119,11 @@ T = TypeVar("T")
 
 
 class once(Generic[T]):
-    """A property that is computed once for each instance, and never under a lock."""
+    """A property that is computed once for each instance.
+
+    Unlike `functools.cached_property` of Python 3.11 it holds no lock while it computes: a tool's rules run
+    inside one, and those of one tenant must not wait for those of another.
+    """
 
     def __init__(self, function: Callable[[Any], T]) -> None:
         self.function = function
@@ -1277,6 +1281,8 @@ class Invocation:
 
 
 # ===== 8. Approvals =================================================================================
+# Consent is for one exact call in one exact state, and for a minute. It is signed, because it travels through
+# hands that are not the approver's; it is judged by signing again, because a signature is no list of fields.
 
 _APPROVAL_FIELDS: Final[JsonObject] = {
     "approval_id": IDENTIFIER,
@@ -1840,6 +1846,9 @@ class Ledger:
 
 
 # ===== 11. The dispatcher ===========================================================================
+# One page of gates, and their order is the argument: what a call is comes before what it may do, that before
+# what it would do, and nothing is claimed until everything else has said yes. A gate returns a fact or
+# raises `Refused`; one `except` turns the refusal into a package, so that every way out is the same way.
 
 
 def _reachable_resource(invocation: Invocation) -> Resource:
