@@ -1320,6 +1320,7 @@ class ApprovalAuthority:
     """
 
     def __init__(self, key: bytes, approvers: Iterable[str]) -> None:
+        _require_host(not isinstance(approvers, str), "approvers")  # whose letters would each be one
         eligible = (*approvers,)
         _require_host(type(key) is bytes and len(key) >= 32, "approval key")
         _require_host(all(map(is_identifier, eligible)), "approver")
@@ -2462,7 +2463,7 @@ class MockDownstream:
 
     def _current_order(self, command: Command) -> Order:
         """Compare and set, under the lock: the order must still be the one that was authorized."""
-        if self.fault in ("rate_limit", "tool_error"):
+        if self.fault.upper() in NotStarted.CODES:
             self.faults_met += 1
             raise NotStarted(self.fault.upper())
         order = self.orders[command.arguments["order_ref"]]
