@@ -2310,6 +2310,10 @@ class DigestCost(unittest.TestCase):
         few, many = (td.validate({"enum": [*range(count)]}, "x")[0].message for count in (8, 2000))
         self.assertEqual(few, many)
 
+    def test_a_node_may_use_every_keyword_of_its_type(self) -> None:
+        every = {"title": "t", "description": "d", "type": "null", "const": None, "enum": [None]}
+        self.assertEqual(td.require_schema(every), every)
+
     def test_a_description_can_be_sent(self) -> None:
         td.Registry([tool_with(description="Lies eine Größe.")])
         with self.assertRaises(td.ContractError):
@@ -6603,6 +6607,14 @@ class CommandLineClosed(unittest.TestCase):
             self.assertEqual(td.main(["--fixture", "-"]), 2)
         self.assertEqual([line.split(":")[0] for line in stderr.getvalue().splitlines()[1:]],
                          ["/schema_version", "/contract", "/cases"])
+
+    def test_help_has_a_short_name(self) -> None:
+        shown = []
+        for flag in ("-h", "--help"):
+            with contextlib.redirect_stdout(io.StringIO()) as out:
+                self.assertEqual(td.main([flag]), 0)
+            shown.append(out.getvalue())
+        self.assertEqual(shown[0], shown[1])
 
 
 # --- Layer: README ---
