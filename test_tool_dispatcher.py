@@ -1935,9 +1935,11 @@ class DigestRules(unittest.TestCase):
         look_alike = digest_look_alike(good)
         for reply, ending in [
             ([], ("OK", [])), ([good], ("INVALID_ARGUMENTS", [("/n", "order")])),
-            ([good, good], ("INVALID_ARGUMENTS", [("/n", "order")] * 2)),
-            ([good] * 16, ("INVALID_ARGUMENTS", [("/n", "order")] * 16)),
-            ([good] * 17, ("INVALID_ARGUMENTS", [("/n", "order")] * 16)), (None, ("TOOL_ERROR", [])),
+            ([good, good], ("INVALID_ARGUMENTS", [("/n", "order")])),
+            *(([td.Problem("/n", f"order-{number}", "") for number in range(count)],
+               ("INVALID_ARGUMENTS", [("/n", f"order-{number}") for number in range(16)]))
+              for count in (16, 17)),
+            (None, ("TOOL_ERROR", [])),
             ((), ("TOOL_ERROR", [])), ((good,), ("TOOL_ERROR", [])), (True, ("TOOL_ERROR", [])),
             ("", ("TOOL_ERROR", [])), (iter(()), ("TOOL_ERROR", [])),
             ([("/n", "order", "")], ("TOOL_ERROR", [])), ([good, None], ("TOOL_ERROR", [])),
@@ -2331,6 +2333,27 @@ class DigestCost(unittest.TestCase):
             self.assertEqual(rules(td.validate_result_set(invocations, packages)), {("", "turn")})
         with self.assertRaises(td.HostContextError):
             world.dispatch(call, approvals=DigestForeign())
+
+    def test_a_pattern_is_not_tried_on_a_text_that_breaks_what_would_have_bounded_it(self) -> None:
+        for keyword, limit in (("format", "identifier"), ("enum", ["b", "c"]), ("const", "b")):
+            schema = {"type": "string", keyword: limit, "pattern": "^(a*)*b$"}
+            self.assertEqual(problems(schema, "a" * 256), {("", keyword)})
+
+    def test_a_fixture_with_more_problems_than_are_looked_for_is_refused_for_those_found(self) -> None:
+        fixture = json.loads(pathlib.Path(td.__file__).with_name("tool-cases.json").read_bytes())
+        for steps in (113, 114, 256):
+            changed = {**fixture, "cases": [{**fixture["cases"][0], "steps": [{}] * steps}]}
+            with self.subTest(steps), self.assertRaises(td.FixtureError) as caught:
+                td.run_fixture(changed)
+            self.assertEqual(len(caught.exception.problems), min(9 * steps, 9 * 114))
+
+    def test_a_proof_may_be_given_by_name(self) -> None:
+        world = World(tool_with(risk="write", handler=raising(td.NotStarted(code="RATE_LIMIT"))))
+        package = world.approved(bound("probe", {}, key="key-1"))
+        self.assertEqual(world.ending(package), ("RATE_LIMIT", "handler"))
+
+    def test_a_property_of_an_invocation_explains_itself(self) -> None:
+        self.assertTrue(td.Invocation.status_ref.__doc__)
 
     def test_one_text_is_no_list_of_approvers(self) -> None:
         with self.assertRaises(td.HostContextError):
@@ -4468,6 +4491,23 @@ class DispatcherInterruption(unittest.TestCase):
                 world.approved(call)
             operation = ledger.find(world.invocation(call).scope)
             self.assertEqual(operation.state if operation else None, "unknown")
+
+    def test_an_effect_that_others_settled_otherwise_is_never_said_not_to_have_begun(self) -> None:
+        """Invariant 7, behind a ledger that was opened elsewhere: its key has gone to another request."""
+        number = td.closed_object(n={"type": "integer"})
+        world = World(tool_with(risk="write", input_schema=number))
+        first, second = (bound("probe", {"n": n}, key="key-1") for n in (1, 2))
+
+        def handler(command: td.Command) -> td.HandlerResult:
+            if command.arguments["n"] == 1:
+                ledger = world.dispatcher.ledger
+                operation = ledger.find(world.invocation(first).scope)
+                self.assertTrue(operation and ledger.release(operation))
+                self.assertEqual(code(world.approved(second)), "OK")
+            return answer({}, receipt_id="receipt-1")
+
+        world.dispatcher = world.rewired(tool_with(risk="write", input_schema=number, handler=handler))
+        self.assertEqual(code(world.approved(first)), "OUTCOME_UNKNOWN")
 
 
 # --- What several of these layers need ---

@@ -48,7 +48,8 @@ Glossary, in the order the words appear:
     projection        one of a result's two views: model_result for the model, protected_audit for the host
     package           the two projections of one call, tied together by three digests
 
-Read on from top to bottom: every name is defined before it is used, in the order in which data travels.
+Read on from top to bottom, in the order in which data travels: every name is defined before it is used, but
+where two functions call each other.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ MAX_OUTPUT_BYTES: Final = 65_536        # the most a tool may allow itself: its 
 MAX_OUTPUT_LEVELS: Final = MAX_LEVELS - 2   # data stands two levels deep in its package
 MAX_FIXTURE_BYTES: Final = 65_536
 MAX_NAME_LENGTH: Final = 128            # of a field, where fields are declared or scanned
-MAX_PROBLEMS: Final = 1024              # looked for in one array
+MAX_PROBLEMS: Final = 1024              # once so many are found, no further array item is looked at
 MAX_VIOLATIONS: Final = 16              # in one model-visible error
 MAX_ROLES: Final = 32
 MAX_APPROVALS: Final = 16               # looked at in one dispatch; each costs one HMAC
@@ -130,6 +131,8 @@ class once(Generic[T]):
         self.__doc__ = function.__doc__
 
     def __get__(self, instance: Any, owner: type) -> T:
+        if instance is None:
+            return self  # type: ignore[return-value]
         value = self.function(instance)
         instance.__dict__[self.function.__name__] = value  # found there from now on, before this descriptor
         return value
@@ -433,15 +436,15 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 _ANY: Final[tuple[tuple[str, Predicate], ...]] = (("const", same_json), ("enum", _is_one_of))
-# In order of evaluation: lengths first, so that no pattern is ever tried on a text that is too long.
+# In order of evaluation: what bounds a text comes before its pattern, so that none is tried on a longer text.
 _CHECKS: Final[dict[type, tuple[tuple[str, Predicate], ...]]] = {
     str: (
         ("minLength", lambda limit, text: len(text) >= limit),  # lengths count code points
         ("maxLength", lambda limit, text: len(text) <= limit),
         *_ANY,
+        ("format", lambda name, text: _FORMATS[name](text)),
         # `fullmatch`, because the `$` of `match` also stands before a trailing line break.
         ("pattern", lambda pattern, text: _compiled(pattern).fullmatch(text) is not None),
-        ("format", lambda name, text: _FORMATS[name](text)),
     ),
     int: (
         *_ANY,
@@ -499,7 +502,7 @@ def _walk(schema: Mapping[str, Any], value: Any, path: Tokens, found: list[Probl
     for keyword, holds in _CHECKS.get(kind, _ANY):
         if keyword in schema and not holds(schema[keyword], value):
             found.append(_problem(path, keyword, schema[keyword]))
-            if keyword in _LENGTHS:
+            if keyword in _LENGTHS or (kind is str and "maxLength" not in schema):
                 return
     if kind is dict:
         _walk_object(schema, value, path, found)
@@ -513,8 +516,9 @@ def _walk(schema: Mapping[str, Any], value: Any, path: Tokens, found: list[Probl
 def validate(schema: Mapping[str, Any], value: object) -> list[Problem]:
     """Check any Python value against a contract (JSON Schema 2020-12, the keywords above); never raises.
 
-    A node whose type or length is wrong is looked at no further. A missing field is reported at its own
-    path, an undeclared one at its parent's, so that no name of the value's own is ever repeated.
+    A node whose type or length is wrong is looked at no further, nor is a text that only its format or its
+    options would have bounded. A missing field is reported at its own path, an undeclared one at its
+    parent's, so that no name of the value's own is ever repeated.
 
     >>> [(p.path, p.rule) for p in validate({"type": "string", "maxLength": 3}, "four")]
     [('', 'maxLength')]
@@ -706,7 +710,7 @@ class ErrorPolicy(NamedTuple):
         return {"committed": "succeeded", "unknown": "unknown"}.get(self.outcome, "failed")
 
 
-SUCCESS: Final = ErrorPolicy("OK", "success", "committed", "none", None, "The call succeeded.")
+SUCCESS: Final = ErrorPolicy("OK", "", "committed", "none", None, "")     # no error, so nothing to say
 ERROR_CATALOG: Final[Mapping[str, ErrorPolicy]] = MappingProxyType({row[0]: ErrorPolicy(*row) for row in (
     ("UNKNOWN_TOOL", "contract", "not_started", "correct_input", None,
      "No tool of this name is available."),
@@ -750,7 +754,7 @@ class Refused(Exception):
     """A gate's answer: a catalog code, and the status reference that an unknown outcome is queried with."""
 
     def __init__(self, code: str, status_ref: str | None = None) -> None:
-        self.code = ERROR_CATALOG[code].code
+        self.code = ERROR_CATALOG[code].code  # a `KeyError` for a code that nobody classified
         self.status_ref = status_ref
         self.foreign = False  # set where somebody other than a gate raised it
 
@@ -980,6 +984,7 @@ class NotStarted(Exception):
     def __init__(self, code: str) -> None:
         if code not in self.CODES:
             raise ValueError("this code is no proof that nothing began")
+        super().__init__(code)  # into `args`, also where the code was given by name
 
     @property
     def code(self) -> str:
@@ -1006,7 +1011,8 @@ class ToolSpec:
 
     `echoes` maps an output field to the input argument it must equal. `max_output_bytes` bounds the data's
     canonical UTF-8, `max_output_depth` its nesting (a scalar is 0). `find_resource` answers `None` for what
-    is absent and for what is forbidden alike (invariant 4). `rules` says what a schema cannot.
+    is absent and for what is forbidden alike (invariant 4). `rules` says what a schema cannot; it is asked
+    again when a result is validated, so it must depend on the arguments alone.
     """
 
     name: str
@@ -1194,7 +1200,7 @@ class Invocation:
 
     @once
     def input_verdict(self) -> tuple[str, tuple[Problem, ...]]:
-        """The code with which the contract and the tool's own rules answer these arguments, and why."""
+        """The code with which contract and rules answer these arguments, and why (invariant 2)."""
         if self.spec is None:
             return "UNKNOWN_TOOL", ()
         if isinstance(self.call.arguments, Malformed):
@@ -1210,8 +1216,8 @@ class Invocation:
     @property
     def violations(self) -> list[JsonObject]:
         """What a model may know about its bad arguments: declared paths and rules, never its own text."""
-        problems = self.input_verdict[1][:MAX_VIOLATIONS]
-        return [{"path": problem.path, "rule": problem.rule} for problem in problems]
+        broken = dict.fromkeys((problem.path, problem.rule) for problem in self.input_verdict[1])
+        return [{"path": path, "rule": rule} for path, rule in [*broken][:MAX_VIOLATIONS]]
 
     @once
     def request_sha256(self) -> str:
@@ -1462,7 +1468,7 @@ def _shown_status_ref(invocation: Invocation, ending: Ending) -> str | None:
 def _redactions(call: ToolCall) -> list[str]:
     """Name the parts of the proposal whose text was not kept."""
     parts = {"/name": call.name == MALFORMED_NAME, "/arguments": isinstance(call.arguments, Malformed)}
-    return [pointer for pointer, redacted in parts.items() if redacted]
+    return [part for part, redacted in parts.items() if redacted]
 
 
 def _protected_audit(invocation: Invocation, ending: Ending, result_sha256: str) -> JsonObject:
@@ -2079,6 +2085,8 @@ class Dispatcher:
                     raise Refused(code)
             elif self.ledger.commit(operation, evidence := self._require_output(invocation, result)):
                 return _success(invocation, "fresh", evidence, approval, command.now)
+            else:
+                return self._outrun(invocation, operation)
             return self._overtaken(invocation, self.ledger.find(operation.scope), command.now)
         finally:  # whatever was raised by whom; it changes nothing once the operation is settled
             try:
@@ -2093,6 +2101,13 @@ class Dispatcher:
         if committed is None:
             raise Refused("OUTCOME_UNKNOWN", invocation.status_ref)
         return self._replay(invocation, committed, now)
+
+    def _outrun(self, invocation: Invocation, operation: Operation) -> Package:
+        """Answer for an effect that others settled: with their record of it or with doubt (invariant 7)."""
+        try:
+            return self._overtaken(invocation, self.ledger.find(operation.scope), operation.command.now)
+        except Refused:
+            raise Refused("OUTCOME_UNKNOWN", operation.status_ref) from None
 
     def _replay(self, invocation: Invocation, committed: Operation, now: int) -> Package:
         return _success(invocation, "local_replay", committed.evidence, committed.approval, now)
@@ -2624,7 +2639,7 @@ def _require_fixture(fixture: Any) -> JsonObject:
     # A misshapen case or step is looked at no further, but hides no problem of the others.
     paths = [problem.path for problem in problems]
     misshapen = {"/".join(path.split("/")[:5 if "/steps/" in path else 3]) for path in paths}
-    if not misshapen & {"", "/cases"}:
+    if len(problems) < MAX_PROBLEMS and not misshapen & {"", "/cases"}:  # else some were never looked at
         cases = _well_shaped("/cases", fixture["cases"], misshapen)
         problems += _repeated("id", cases)
         for path, case in cases:
@@ -2684,6 +2699,10 @@ def _payload(invocation: Invocation, package: Package) -> tuple[JsonObject | Non
         return None, [_mismatch(problem.path, problem.rule, None) for problem in error.problems]
 
 
+class _NoReference(Exception):
+    """A status query refers to a step that left nothing to ask about."""
+
+
 class _CaseRun:
     """One case on a demo of its own. Audits are kept by step, for a later status query to refer to."""
 
@@ -2706,7 +2725,7 @@ class _CaseRun:
         invocation = self.dispatcher.resolve(self.principal, _bound_call(step))
         try:
             package = self.perform(step, invocation)
-        except LookupError:
+        except _NoReference:
             missing = _mismatch("status_ref_from", step["status_ref_from"], None)
             return {"step_id": step["step_id"], "passed": False, "mismatches": [missing]}
         self.audits[step["step_id"]] = package["protected_audit"]
@@ -2722,13 +2741,13 @@ class _CaseRun:
         return report
 
     def perform(self, step: JsonObject, invocation: Invocation) -> Package:
-        """Run one step; a `LookupError` says that the step referred to left no status reference."""
+        """Run one step; `_NoReference` says that the step referred to left no status reference."""
         now, call = step["now"], invocation.call
         if step["action"] == "query_status":
             audit = self.audits[step["status_ref_from"]]
             status_ref, request_sha256 = audit["downstream"]["status_ref"], audit["binding"]["request_sha256"]
             if status_ref is None:
-                raise LookupError
+                raise _NoReference
             return self.dispatcher.query_operation_status(
                 self.principal, call, status_ref=status_ref, expected_request_sha256=request_sha256, now=now)
         deadline = now if step["failure"] == "timeout_before_execute" else None
@@ -2765,8 +2784,8 @@ class _CaseRun:
         }
 
 
-def _replay(fixture: JsonObject, explain: bool) -> JsonObject:
-    """Replay a fixture that has been checked."""
+def _run(fixture: JsonObject, explain: bool) -> JsonObject:
+    """Run a fixture that has been checked."""
     cases = [_CaseRun(case).report(explain) for case in fixture["cases"]]
     return {
         "schema_version": REPORT_VERSION,
@@ -2785,7 +2804,7 @@ def run_fixture(fixture: object, *, explain: bool = False) -> JsonObject:
     provider gets. Raises `FixtureError` before anything runs.
     """
     try:
-        return _replay(_require_fixture(plain_json(fixture)), explain)
+        return _run(_require_fixture(plain_json(fixture)), explain)
     except JsonError as error:
         raise FixtureError([Problem("", error.reason, str(error))]) from None
 
@@ -2944,7 +2963,7 @@ def _answer(options: argparse.Namespace) -> tuple[str, int]:
         return _json_text({"$schema": "https://json-schema.org/draft/2020-12/schema", **FIXTURE_SCHEMA}), 0
     if options.tools:
         return _json_text(advertise_tools(demo_dispatcher().registry, PROFILES[options.tools])), 0
-    report = _replay(_selected(_given_fixture(options.fixture), options.case), options.explain)
+    report = _run(_selected(_given_fixture(options.fixture), options.case), options.explain)
     as_text = options.format == "text" or (
         options.format == "auto" and _is_open(sys.stdout) and sys.stdout.isatty())
     return _report_text(report) if as_text else _json_text(report), 0 if report["passed"] else 1
