@@ -583,7 +583,7 @@ _NOT_ALPHANUMERIC = re.compile(r"[^a-z0-9]+")
 def is_forbidden_name(name: str, role: str) -> bool:
     """Tell whether a field may not bear this name in an `input` or `output`; look-alikes of a name count.
 
-    >>> is_forbidden_name("X-API-Key", "output"), is_forbidden_name("order_ref", "output")
+    >>> is_forbidden_name("X-API-Key", "output"), is_forbidden_name("city", "output")
     (True, False)
     """
     if len(name) > MAX_NAME_LENGTH:
