@@ -76,10 +76,13 @@ def rules(found: list[td.Problem]) -> set[tuple[str, str]]:
     return {(problem.path, problem.rule) for problem in found}
 
 
-def held(value: Any) -> dict[str, Any]:
-    """The fields that a value holds, by name."""
-    names = [field.name for field in dataclasses.fields(value)]
-    return {name: getattr(value, name) for name in names if hasattr(value, name)}
+def refused_for(function: Callable[..., Any], *given: object) -> set[tuple[str, str]]:
+    """The exact set of (path, rule) with which a fixture or a package is refused; empty where it is taken."""
+    try:
+        function(*given)
+    except (td.FixtureError, td.ResultContractError) as error:
+        return rules([*error.problems])
+    return set()
 
 
 def nested(levels: int, inside: object = 1) -> Any:
@@ -257,17 +260,8 @@ def fixture_story() -> dict:
     ], [fixture_step()])
 
 
-def fixture_refusal(run: Callable[..., object], *given: object) -> set[tuple[str, str]]:
-    """The exact set of (path, rule) with which a fixture is refused; empty where it is accepted."""
-    try:
-        run(*given)
-    except td.FixtureError as error:
-        return rules(error.problems)
-    return set()
-
-
 def fixture_problems(document: object) -> set[tuple[str, str]]:
-    return fixture_refusal(td.decode_fixture, json.dumps(document))
+    return refused_for(td.decode_fixture, json.dumps(document))
 
 
 def fixture_changed(document: Any, changes: dict[str, object]) -> Any:
@@ -322,7 +316,7 @@ class FixtureShape(unittest.TestCase):
             accepted = []
             for value in values:
                 raw = before + json.dumps(value) + after
-                refused = fixture_refusal(td.decode_fixture, raw)
+                refused = refused_for(td.decode_fixture, raw)
                 self.assertEqual({path for path, _ in refused if not path.startswith(pointer)} - {""}, set())
                 if not refused:
                     accepted.append(value)
@@ -403,14 +397,14 @@ class FixtureShape(unittest.TestCase):
             (text.replace('"now"', '"now": 1, "now"'), "duplicate-key"), ("[" * 33 + "]" * 33, "depth"),
             ("[" * 4096, "depth"), (None, "type"),
         ]:
-            self.assertEqual(fixture_refusal(td.decode_fixture, raw), {("", reason)})
+            self.assertEqual(refused_for(td.decode_fixture, raw), {("", reason)})
         for value, reason in [(1.5, "number"), ({1: 1}, "key"), ((), "type"), (nested(33), "depth")]:
-            self.assertEqual(fixture_refusal(td.run_fixture, {"cases": value}), {("", reason)})
+            self.assertEqual(refused_for(td.run_fixture, {"cases": value}), {("", reason)})
 
     def test_a_text_of_65536_bytes_is_accepted_and_one_more_is_refused(self) -> None:
         text = json.dumps(fixture_story())
         self.assertEqual(td.decode_fixture(text.ljust(65_536)), fixture_story())
-        self.assertEqual(fixture_refusal(td.decode_fixture, text.ljust(65_537)), {("", "size")})
+        self.assertEqual(refused_for(td.decode_fixture, text.ljust(65_537)), {("", "size")})
 
     def test_a_file_of_65536_bytes_is_read_and_one_more_is_refused(self) -> None:
         with tempfile.TemporaryDirectory() as folder:
@@ -419,11 +413,11 @@ class FixtureShape(unittest.TestCase):
             self.assertEqual(td.load_fixture(file), fixture_story())
             self.assertEqual(td.load_fixture(str(file)), fixture_story())
             file.write_bytes(file.read_bytes() + b" ")
-            self.assertEqual(fixture_refusal(td.load_fixture, file), {("", "size")})
+            self.assertEqual(refused_for(td.load_fixture, file), {("", "size")})
 
     @unittest.skipUnless(os.path.exists("/dev/zero"), "needs a file without end")
     def test_a_file_without_end_is_refused_by_its_size(self) -> None:
-        self.assertEqual(fixture_refusal(td.load_fixture, "/dev/zero"), {("", "size")})
+        self.assertEqual(refused_for(td.load_fixture, "/dev/zero"), {("", "size")})
 
     def test_a_file_that_cannot_be_read_is_one_error_that_never_echoes_its_path(self) -> None:
         with tempfile.TemporaryDirectory(prefix="marker") as folder:
@@ -437,10 +431,10 @@ class FixtureShape(unittest.TestCase):
                          (td.FixtureError, ValueError))
 
     def test_a_fixture_without_cases_is_refused_before_anything_runs(self) -> None:
-        self.assertEqual(fixture_refusal(td.run_fixture, {"cases": []}), {
+        self.assertEqual(refused_for(td.run_fixture, {"cases": []}), {
             ("/cases", "minItems"), ("/schema_version", "required"), ("/contract", "required")})
         for value in (None, [], "x", 1):
-            self.assertEqual(fixture_refusal(td.run_fixture, value), {("", "type")})
+            self.assertEqual(refused_for(td.run_fixture, value), {("", "type")})
 
 
 class FixtureRules(unittest.TestCase):
@@ -4534,15 +4528,6 @@ def text_in(payload: Any) -> str:
     return item["output"] if "output" in item else (item.get("content") or item["result"])[0]["text"]
 
 
-def refused_by(send: Callable[..., Any], *arguments: object) -> set[tuple[str, str]]:
-    """The exact (path, rule) with which an adapter refuses to send; empty where it sends."""
-    try:
-        send(*arguments)
-    except td.ResultContractError as error:
-        return rules(error.problems)
-    return set()
-
-
 def open_tool(**changes: Any) -> td.ToolSpec:
     """A read whose contract leaves room for any object under `payload`."""
     return tool_with(output_schema=td.closed_object(payload={"type": "object"}), **changes)
@@ -4933,7 +4918,7 @@ class ResultContract(unittest.TestCase):
         """The exact (path, rule) for a changed package of one kind, which the adapter refuses alike."""
         invocation, _ = self.kinds[kind]
         found = rules(td.validate_result(invocation, changed))
-        self.assertEqual(refused_by(payload_of, invocation, changed), found)
+        self.assertEqual(refused_for(payload_of, invocation, changed), found)
         return found
 
     def changed(self, kind: str, pointer: str, value: object) -> set[tuple[str, str]]:
@@ -4968,7 +4953,8 @@ class ResultContract(unittest.TestCase):
 
     def test_no_adapter_sends_a_package_with_a_field_removed_renamed_or_added(self) -> None:
         """Invariant 9."""
-        self.assertEqual(self.unnoticed(result_reshaped, lambda *sent: not refused_by(payload_of, *sent)), [])
+        taken = self.unnoticed(result_reshaped, lambda *sent: not refused_for(payload_of, *sent))
+        self.assertEqual(taken, [])
 
     def test_an_adapters_error_names_every_place_and_rule(self) -> None:
         invocation, package = self.kinds["error"]
@@ -5036,7 +5022,7 @@ class ResultContract(unittest.TestCase):
         expected = {(AUDIT + "/idempotency_ref", "rebuilt"), (AUDIT + "/downstream/status_ref", "rebuilt"),
                     RESULT_BINDING}
         self.assertEqual(rules(td.validate_result(other, package)), expected)
-        self.assertEqual(refused_by(payload_of, other, package), expected)
+        self.assertEqual(refused_for(payload_of, other, package), expected)
 
     def test_only_a_downstream_reference_replaced_breaks_the_binding(self) -> None:
         for kind in ("write", "replay", "reconciled"):
@@ -5198,7 +5184,7 @@ class ResultContract(unittest.TestCase):
         look_alike = type("Invocation", (td.Invocation,), {})(*parts)
         for other in (None, {}, look_alike, invocation.call, package):
             self.assertEqual(rules(td.validate_result(other, package)), {("", "invocation")})
-            self.assertEqual(refused_by(td.to_anthropic_messages, other, package), {("", "invocation")})
+            self.assertEqual(refused_for(td.to_anthropic_messages, other, package), {("", "invocation")})
 
     def test_what_an_attacker_reseals_unchanged_is_the_same_package(self) -> None:
         """The digest documents, told by the test's own words: the forgeries below are real ones."""
@@ -5449,7 +5435,7 @@ class ResultSet(unittest.TestCase):
         """All problems of a turn in order; its continuation is refused for the same."""
         turn = self.turn if turn is None else turn
         found = td.validate_result_set(turn, packages)
-        self.assertEqual(refused_by(td.continue_turn, turn, packages), rules(found))
+        self.assertEqual(refused_for(td.continue_turn, turn, packages), rules(found))
         return [(problem.path, problem.rule) for problem in found]
 
     def read_in(self, who: td.Principal = USER, **host: Any) -> td.Invocation:
@@ -6003,9 +5989,9 @@ class ProviderOutbound(unittest.TestCase):
         for provider, other in itertools.permutations(ADAPTERS, 2):
             world = World()
             invocation, package = world.invocation(call := read(provider=provider)), world.dispatch(call)
-            self.assertEqual(refused_by(ADAPTERS[other], invocation, package),
+            self.assertEqual(refused_for(ADAPTERS[other], invocation, package),
                              {(AUDIT + "/provider_context", "profile")})
-            self.assertEqual(refused_by(ADAPTERS[provider], invocation, package), set())
+            self.assertEqual(refused_for(ADAPTERS[provider], invocation, package), set())
 
     def test_nothing_of_the_audit_stands_in_any_payload(self) -> None:
         """Invariant 8. Only the call's own correlation ids and its tool's name leave the host."""
@@ -6051,7 +6037,7 @@ class ProviderOutbound(unittest.TestCase):
             ]
             for pressed, expected in table:
                 with self.subTest(provider=provider, expected=expected):
-                    self.assertEqual(refused_by(ADAPTERS[provider], invocation, pressed), expected)
+                    self.assertEqual(refused_for(ADAPTERS[provider], invocation, pressed), expected)
 
     def test_round_trip_from_a_response_to_its_continuation(self) -> None:
         for provider in ADAPTERS:

@@ -312,8 +312,9 @@ def plain_json(value: object) -> Any:
     """Copy an arbitrary Python value into exact JSON types: the only way in for anything untrusted.
 
     Types are compared exactly, so no method of the value's own ever runs. Each value and each character
-    costs one of `MAX_BUDGET`, so aliased and cyclic structures end quickly. Raises `JsonError` with the
-    reason `type`, `number`, `surrogate`, `key`, `depth` or `budget`.
+    costs one of `MAX_BUDGET`, so aliased and cyclic structures end quickly. A container is copied from a
+    snapshot, a tuple, because whoever kept it may be changing it in another thread. Raises `JsonError` with
+    the reason `type`, `number`, `surrogate`, `key`, `depth` or `budget`.
 
     >>> plain_json({"amount": 900, "lines": [True, None]})
     {'amount': 900, 'lines': [True, None]}
@@ -333,7 +334,6 @@ def plain_json(value: object) -> Any:
         elif kind is dict or kind is list:
             if not levels:
                 raise JsonError("depth")
-            # Tuples are snapshots: whoever kept the value may be changing it in another thread.
             if kind is dict:
                 return members(value, levels - 1)
             return [copied(item, levels - 1) for item in tuple(value)]
