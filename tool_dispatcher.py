@@ -1,26 +1,31 @@
 """The trusted boundary between a model's tool call and its effect.
 
-A language model proposes a tool call: a name and arguments, nothing else. This module decides whether
-that call runs, runs it at most once, and returns a result that anybody with the same trusted context can
-rebuild and compare. It holds ten promises; the code that upholds one cites its number, and so does the
-test that proves it.
+A language model proposes a tool call: a name and arguments, nothing else. This module decides
+whether that call runs, runs it at most once, and returns a result that anybody with the same
+trusted context can rebuild and compare. It holds ten promises; the code that upholds one cites its
+number, and so does the test that proves it.
 
  1. A name outside the registry never runs anything.
  2. Arguments that break the contract never reach a handler, whole or in part.
  3. Identity, tenant, approval, call id and idempotency key never come from the model.
  4. Absent and forbidden are one answer.
- 5. A write runs only with a key and an eligible approval of exactly this call in exactly this state.
+ 5. A write runs only with a key and the consent that its contract demands, given to exactly this
+    call in exactly this state.
  6. One idempotency scope, at most one effect: whatever is raised, repeated, raced or re-entered.
- 7. An unknown outcome is reported as neither success nor failure, and only downstream evidence settles it.
+ 7. An unknown outcome is reported as neither success nor failure, and only downstream evidence
+    settles it, also after a crash.
  8. Only data that passed its contract reaches the model, and nothing of the audit ever does.
- 9. Every result can be rebuilt from trusted context; one that cannot is refused before a provider sees it.
-10. Every call ends in exactly one package, whatever the model said.
+ 9. Every result can be rebuilt from trusted context; one that cannot is refused before a provider
+    sees it.
+10. Every call ends in exactly one package, whatever the model said; no call of a response is lost
+    on the way in.
 
-A read, from proposal to provider payload (``demo_dispatcher`` wires a mock downstream with two tools):
+A read, from proposal to provider payload (``demo_dispatcher`` wires a mock downstream with two
+tools):
 
 >>> dispatcher = demo_dispatcher()
->>> principal = Principal("tenant-a", "user-1", roles=())                       # from the host's session
->>> proposal = ModelProposal("get_order", {"order_ref": "ORDER-7"})             # from the model
+>>> principal = Principal("tenant-a", "user-1", roles=())               # from the host's session
+>>> proposal = ModelProposal("get_order", {"order_ref": "ORDER-7"})     # from the model
 >>> context = ExecutionContext(PROFILES["openai"], "resp-1", "call-1", "op-1", idempotency_key=None)
 >>> call = bind_tool_call(proposal, context)
 >>> package = dispatcher.dispatch(principal, call, now=1_000)
@@ -29,8 +34,8 @@ A read, from proposal to provider payload (``demo_dispatcher`` wires a mock down
 >>> to_openai_responses(dispatcher.resolve(principal, call), package)["call_id"]
 'call-1'
 
-What it does not do: choose tools, talk to a provider, survive a crash, or make two processes agree. State
-lives in memory; the clock, the identity and the retry policy are the host's. SHA-256 digests without a key
+What it does not do: choose tools, talk to a provider, or promise what a downstream does with a
+command. The clock, the identity and the retry policy are the host's. SHA-256 digests without a key
 are evidence that parts belong together, never evidence of who made them.
 
 Glossary, in the order the words appear:
@@ -39,17 +44,28 @@ Glossary, in the order the words appear:
     principal         who asks: tenant, subject and roles, from the host's own session
     contract          a JSON Schema document limited to keywords that this module enforces
     gate              one check that either returns a fact or refuses with a catalog code
-    idempotency key   the host's name for one business operation; a retry repeats it, a new intent never does
-    scope             tenant, subject, tool and idempotency key: the room in which at most one effect happens
+    idempotency key   the host's name for one business operation; a retry repeats it, a new intent
+                      never does
+    scope             tenant, subject, tool and idempotency key: at most one effect happens in it
+    matter            tenant, subject, tool and arguments: one wish, under whatever key
+    intent            request, profile and tool contract: what a replay must share with its original
     approval          a human's signed consent to one exact call in one exact resource state
+    consent           whose approval a write needs: another's, the subject's own, or none
+    claim             the ledger's record, made before the handler runs, that an attempt has begun
+    attempt           the random name of one claim; only the attempt that stands can be settled
+    lease             how long a claim is presumed alive; after it a status query may ask
     outcome           what is known of the effect: not_started, committed or unknown
     delivery          the evidence behind a success: fresh, local_replay or receipt_reconciled
-    receipt           what a downstream remembers about an effect, found again by its status reference
-    projection        one of a result's two views: model_result for the model, protected_audit for the host
+    receipt           what a downstream remembers about an effect, found by its status reference
+    fault             what a package must not tell: an author's exception, or why an answer was
+                      refused
+    projection        one of a result's two views: model_result for the model, protected_audit for
+                      the host
     package           the two projections of one call, tied together by three digests
+    assertion         what a package says of itself that trusted context cannot supply
 
-Read on from top to bottom, in the order in which data travels: every name is defined before it is used, but
-where two functions call each other.
+Read on from top to bottom, in the order in which data travels: every name is defined before it is
+used, but where two functions call each other.
 """
 
 from __future__ import annotations
@@ -60,82 +76,71 @@ import errno
 import functools
 import hashlib
 import hmac
+import inspect
 import itertools
 import json
+import math
 import os
 import pathlib
 import re
+import secrets
 import sys
 import threading
 import unicodedata
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from datetime import datetime, timedelta
+from functools import cached_property
 from types import MappingProxyType
-from typing import Any, Final, Generic, Literal, NamedTuple, NoReturn, TypeGuard, TypeVar
+from typing import Any, BinaryIO, Final, Literal, NamedTuple, NoReturn, Protocol, TypeGuard, TypeVar
+from urllib.parse import unquote
 
-__version__ = "1.0.0"
+__version__ = "2.0.0"
 
 
-# ===== 1. Limits and vocabulary =====================================================================
+# ===== 1. Limits and vocabulary ===================================================================
 # Every bound is applied before work is done in proportion to what it bounds.
 
-MAX_LEVELS: Final = 32                  # nesting of any JSON: enough for tools, little enough to recurse
-MAX_BUDGET: Final = 131_072             # values plus characters that one untrusted Python value may cost
-MAX_SAFE_INTEGER: Final = 2**53 - 1     # the largest integer that every JSON implementation reads alike
-MAX_ARGUMENT_BYTES: Final = 16_384      # canonical UTF-8 of a call's arguments
-MAX_OUTPUT_BYTES: Final = 65_536        # the most a tool may allow itself: its package still fits the budget
+MAX_LEVELS: Final = 32                  # nesting of any JSON: enough for tools, little to recurse
+MAX_BUDGET: Final = 131_072             # values plus characters that one untrusted value may cost
+MAX_SAFE_INTEGER: Final = 2**53 - 1     # the largest integer that every JSON reader reads alike
+MAX_ARGUMENT_BYTES: Final = 65_536      # canonical UTF-8 of a call's arguments
+MAX_OUTPUT_BYTES: Final = 65_536        # the most a tool may allow itself: its package still fits
 MAX_OUTPUT_LEVELS: Final = MAX_LEVELS - 2   # data stands two levels deep in its package
 MAX_FIXTURE_BYTES: Final = 65_536
 MAX_NAME_LENGTH: Final = 128            # of a field, where fields are declared or scanned
-MAX_PROBLEMS: Final = 1024              # once so many are found, no further array item is looked at
+MAX_PROSE: Final = 1024                 # code points of a title or a description
+MAX_PROBLEMS: Final = 1024              # once so many are found, no further array item is judged
 MAX_VIOLATIONS: Final = 16              # in one model-visible error
 MAX_ROLES: Final = 32
 MAX_APPROVALS: Final = 16               # looked at in one dispatch; each costs one HMAC
-MAX_APPROVAL_SECONDS: Final = 60        # consent is for now: an approval may not be stockpiled
+MAX_APPROVAL_SECONDS: Final = 86_400    # consent is for now: an approval may not be stockpiled
+MAX_RETRY_AFTER_MS: Final = 86_400_000
+MAX_TURNS: Final = 8                    # of one transition whose row comes and goes
 MAX_CALLS: Final = 128                  # in one provider response
 MAX_INSTANT: Final = 253_402_300_799    # 9999-12-31T23:59:59Z in seconds since the epoch
 MAX_PRINTED_PROBLEMS: Final = 20
 
 MODEL_RESULT_VERSION: Final = "tool-model-result-v2"
 AUDIT_VERSION: Final = "tool-audit-v2"
-FIXTURE_VERSION: Final = "tool-cases-v2"
-REPORT_VERSION: Final = "tool-report-v2"
-DISPATCHER_LABEL: Final = "offline-dispatcher"          # the source of every error a model sees
-DISPATCHER_REVISION: Final = "offline-dispatcher-v2"
-UNREGISTERED: Final = "unregistered"                    # stands in every contract field of an unknown tool
 MALFORMED_NAME: Final = "(malformed)"                   # no tool can bear it: see _SPEC_CONTRACT
 
 JsonObject = dict[str, Any]             # one decoded JSON object
 Package = dict[str, Any]                # {"model_result": ..., "protected_audit": ...}
 Purpose = Literal["dispatch", "query_status"]
 
-_IDENTIFIER = re.compile(r"[!-~]{1,255}")
-_UTC_SECOND = re.compile(r"(\d{4})-(\d\d)-(\d\d)T(\d\d):(\d\d):(\d\d)Z", re.ASCII)
-_HEX_DIGEST = re.compile(r"[0-9a-f]{64}")
 _EPOCH = datetime(1970, 1, 1)
+_IDENTIFIER = re.compile(r"[!-~]{1,255}")
+_HEX_DIGEST = re.compile(r"[0-9a-f]{64}")
+# RFC 3339 in ASCII digits, leap seconds and 24:00 left out: `fromisoformat` alone would accept week
+# dates, spaces, missing offsets, and what not.
+_DATE_TIME = re.compile(
+    r"\d{4}-\d\d-\d\d[Tt]([01]\d|2[0-3]):[0-5]\d:[0-5]\d(\.\d{1,9})?"
+    r"([Zz]|[+-]([01]\d|2[0-3]):[0-5]\d)", re.ASCII)
 
 T = TypeVar("T")
-
-
-class once(Generic[T]):
-    """A property that is computed once for each instance.
-
-    Unlike `functools.cached_property` of Python 3.11 it holds no lock while it computes: a tool's rules run
-    inside one, and those of one tenant must not wait for those of another.
-    """
-
-    def __init__(self, function: Callable[[Any], T]) -> None:
-        self.function = function
-        self.__doc__ = function.__doc__
-
-    def __get__(self, instance: Any, owner: type) -> T:
-        if instance is None:
-            return self  # type: ignore[return-value]
-        value = self.function(instance)
-        instance.__dict__[self.function.__name__] = value  # found there from now on, before this descriptor
-        return value
 
 
 def is_identifier(value: object) -> bool:
@@ -152,9 +157,14 @@ def is_digest(value: object) -> bool:
     return type(value) is str and _HEX_DIGEST.fullmatch(value) is not None
 
 
+def is_within(value: object, least: int, most: int) -> bool:
+    """Tell whether `value` is exactly an int from `least` to `most`; `True` is not 1."""
+    return type(value) is int and least <= value <= most
+
+
 def is_instant(value: object) -> bool:
-    """Tell whether `value` is whole seconds since the epoch up to the year 9999; `True` is not 1."""
-    return type(value) is int and 0 <= value <= MAX_INSTANT
+    """Tell whether `value` is whole seconds since the epoch, up to the year 9999."""
+    return is_within(value, 0, MAX_INSTANT)
 
 
 def is_sequence(value: object) -> bool:
@@ -162,15 +172,29 @@ def is_sequence(value: object) -> bool:
     return type(value) is list or type(value) is tuple
 
 
-def is_utc_second(value: str) -> bool:
-    """Tell whether `value` is a real calendar instant like ``2026-02-28T23:59:59Z``, in ASCII digits."""
-    match = _UTC_SECOND.fullmatch(value)
+def is_date_time(text: str) -> bool:
+    """Tell whether `text` is an RFC 3339 date-time: a real instant with its offset.
+
+    >>> is_date_time("2026-02-28T23:59:59.5+01:00"), is_date_time("2026-02-30T00:00:00Z")
+    (True, False)
+    """
     try:
-        return match is not None and bool(datetime(*map(int, match.groups())))  # type: ignore[arg-type]
+        return _DATE_TIME.fullmatch(text) is not None and bool(datetime.fromisoformat(text.upper()))
     except ValueError:  # 30 February has the right shape
         return False
 
 
+def is_utc_second(text: str) -> bool:
+    """Tell whether `text` is a real instant exactly like ``2026-02-28T23:59:59Z``."""
+    return len(text) == 20 and text[10] + text[-1] == "TZ" and is_date_time(text)
+
+
+def is_date(text: str) -> bool:
+    """Tell whether `text` is a real day like ``2026-02-28`` (RFC 3339, full-date)."""
+    return is_date_time(text + "T00:00:00Z")
+
+
+@functools.lru_cache(maxsize=256)  # many calls share a second
 def utc_text(now: int) -> str:
     """Write seconds since the epoch as ``YYYY-MM-DDThh:mm:ssZ``.
 
@@ -181,18 +205,28 @@ def utc_text(now: int) -> str:
     return (_EPOCH + timedelta(seconds=now)).isoformat() + "Z"
 
 
-# ===== 2. Strict JSON: in and out ===================================================================
-# Two doors lead in, `decode_json` for text and `plain_json` for Python values, and both open onto the same
-# portable domain: null, booleans, safe integers, strings without lone surrogates, arrays, and objects whose
-# keys stay in the Basic Multilingual Plane. Nothing is ever repaired, trimmed, unwrapped or guessed.
+# ===== 2. Strict JSON: in and out =================================================================
+# Two doors lead in, `decode_json` for text and `plain_json` for Python values, and both open onto
+# the same portable domain: null, booleans, numbers that are IEEE 754 doubles, strings without lone
+# surrogates, arrays, and objects whose keys stay in the Basic Multilingual Plane. Nothing is ever
+# repaired, trimmed, unwrapped or guessed.
 
 
 class JsonError(ValueError):
-    """An input outside the portable domain. `reason` is one word; no text of the input is repeated."""
+    """An input outside the portable domain; no text of the input is repeated.
 
-    def __init__(self, reason: str) -> None:
-        super().__init__(f"not portable JSON: {reason}")
-        self.reason = reason
+    `reason` is one word. A syntax error says where (`line` and `column`, both from 1), a passed
+    bound says how much is allowed (`limit`): positions and limits repeat nothing.
+    """
+
+    def __init__(
+        self, reason: str, *,
+        line: int | None = None, column: int | None = None, limit: int | None = None,
+    ) -> None:
+        where = "" if line is None else f" at line {line}, column {column}"
+        bound = "" if limit is None else f", at most {limit} are allowed"
+        super().__init__(f"not portable JSON: {reason}{where}{bound}")
+        self.reason, self.line, self.column, self.limit = reason, line, column, limit
 
 
 def _require_encodable(text: str) -> bytes:
@@ -206,50 +240,38 @@ def _require_encodable(text: str) -> bytes:
 def _utf8_text(raw: bytes | str, max_bytes: int) -> str:
     if type(raw) is not str and type(raw) is not bytes:
         raise JsonError("type")
-    if len(raw) > max_bytes:  # before encoding: no text has fewer bytes than characters
-        raise JsonError("size")
-    if type(raw) is str:
-        raw = _require_encodable(raw)
+    # Before anything is encoded: no text has fewer bytes than characters.
     if len(raw) > max_bytes:
-        raise JsonError("size")
+        raise JsonError("size", limit=max_bytes)
+    encoded = raw.encode("utf-8", "surrogatepass") if isinstance(raw, str) else raw
+    if len(encoded) > max_bytes:
+        raise JsonError("size", limit=max_bytes)
+
     try:
-        text = raw.decode("utf-8")  # type: ignore[union-attr]
+        text = encoded.decode("utf-8")
     except UnicodeDecodeError:
-        raise JsonError("utf-8") from None
+        raise JsonError("surrogate" if type(raw) is str else "utf-8") from None
     if text.startswith("\ufeff"):
         raise JsonError("bom")
     return text
 
 
-_ESCAPE = re.compile(r"\\.", re.DOTALL)
-_BRACKET = re.compile(r"[\[\]{}]")
-
-
 def _require_shallow(text: str) -> None:
-    """Refuse deep nesting before Python's recursive decoder meets it: one linear scan, whatever the text."""
-    # Without escapes every second piece between quotes stands outside of strings, where brackets count.
-    outside = "".join(_ESCAPE.sub("", text).split('"')[::2])
+    """Refuse deep nesting before Python's recursive decoder meets it: one linear scan."""
+    # Without escapes every second piece between quotes stands outside of strings.
+    outside = "".join(re.sub(r"\\.", "", text, flags=re.DOTALL).split('"')[::2])
     level = 0
-    for bracket in _BRACKET.finditer(outside):
+    for bracket in re.finditer(r"[\[\]{}]", outside):
         level += 1 if bracket[0] in "[{" else -1
         if level > MAX_LEVELS:
-            raise JsonError("depth")
-
-
-def _require_key(name: str) -> None:
-    """Refuse a key beyond the Basic Multilingual Plane, where UTF-16 sorts otherwise than code points."""
-    _require_encodable(name)
-    if max(name) > "\uffff":
-        raise JsonError("key")
+            raise JsonError("depth", limit=MAX_LEVELS)
 
 
 def _unique_members(pairs: list[tuple[str, Any]]) -> JsonObject:
-    """Build an object from its decoded pairs: two spellings of one key are the same key by now."""
+    """Build an object from its decoded pairs: two spellings of one key are one key by now."""
     members = dict(pairs)
     if len(members) != len(pairs):
         raise JsonError("duplicate-key")
-    if not (names := "".join(members)).isascii():
-        _require_key(names)
     return members
 
 
@@ -260,105 +282,153 @@ def _safe_integer(digits: str) -> int:
     return int(digits)
 
 
-def _refuse_number(_: str) -> NoReturn:
-    raise JsonError("number")  # fractions, exponents, NaN and infinities; money is counted in minor units
+def _portable_number(value: float) -> int | float:
+    """Return a double as the domain has it: a whole one is an int, so that it has one spelling."""
+    is_whole = value.is_integer()
+    if not math.isfinite(value) or (is_whole and abs(value) > MAX_SAFE_INTEGER):
+        raise JsonError("number")
+    return int(value) if is_whole else value
+
+
+def _double(text: str) -> int | float:
+    """Read a fraction, an exponent, or one of the words that are no JSON: NaN and the infinities."""
+    value = float(text)
+    # 1e-400 is not zero, but no double is nearer to it than zero.
+    if not value and text.lower().partition("e")[0].strip("-0."):
+        raise JsonError("number")
+    return _portable_number(value)
 
 
 _DECODER = json.JSONDecoder(
     object_pairs_hook=_unique_members,
     parse_int=_safe_integer,
-    parse_float=_refuse_number,
-    parse_constant=_refuse_number,
+    parse_float=_double,
+    parse_constant=_double,
 )
-
-# On the portable domain this is byte for byte RFC 8785 (JSON Canonicalization Scheme): integers have one
-# spelling, strings one set of escapes, and keys within one plane sort by code point as they do by UTF-16.
 _ENCODER = json.JSONEncoder(
     ensure_ascii=False, allow_nan=False, sort_keys=True, separators=(",", ":"),
     check_circular=False,  # portable JSON has no cycles
 )
+# Python writes fractions nearer to zero than 0.0001 with a padded exponent. A text inside quotes
+# is matched whole, so that nothing in it is taken for a number.
+_PADDED = re.compile(r"e-\d\d(?<=\de-\d\d)")     # searched from its letters on: digits are many
+_PADDED_OR_TEXT = re.compile(r'"(?:[^"\\]|\\.)*"|(\d)(?:\.(\d+))?e-(\d+)')
+
+
+def _respelt(match: re.Match[str]) -> str:
+    first, rest, exponent = match.groups(default="")
+    if not first:
+        return match[0]
+    if int(exponent) < 7:  # ECMAScript writes an exponent only from 1e-7 on
+        return "0." + "0" * (int(exponent) - 1) + first + rest
+    return first + ("." + rest if rest else "") + "e-" + str(int(exponent))
 
 
 def canonical_json(value: Any) -> str:
-    """Write portable JSON in its one canonical form (RFC 8785): sorted keys, no spaces, non-ASCII unescaped.
+    """Write portable JSON in its one canonical form (RFC 8785): sorted keys, no spaces.
 
-    >>> canonical_json({"b": [1, True], "a": "\\u00e9"})
-    '{"a":"é","b":[1,true]}'
+    It takes for granted that the value is portable, as everything is that came in by the two doors
+    above. On that domain the text, in UTF-8, is byte for byte RFC 8785: strings have one set of
+    escapes, keys within one plane sort by code point as they do by UTF-16, and doubles have the
+    shortest digits in ECMAScript's spelling. What cannot be written at all is `JsonError`.
+
+    >>> canonical_json({"b": [1, True, 1e-7], "a": "\\u00e9"})
+    '{"a":"é","b":[1,true,1e-7]}'
     """
-    return _ENCODER.encode(value)
+    try:
+        text = _ENCODER.encode(value)
+    except (TypeError, RecursionError):
+        raise JsonError("type") from None
+    except ValueError:
+        raise JsonError("number") from None
+    return _PADDED_OR_TEXT.sub(_respelt, text) if _PADDED.search(text) else text
+
+
+def _copied_object(value: dict[Any, Any], levels: int, purse: list[int]) -> JsonObject:
+    copy = {}
+    for name, item in tuple(value.items()):
+        if type(name) is not str:
+            raise JsonError("key")
+        if not name.isascii() and _require_encodable(name) and max(name) > "\uffff":
+            raise JsonError("key")  # beyond the Basic Multilingual Plane UTF-16 sorts otherwise
+        is_plain = type(item) is str and item.isascii()  # as most are: they cost no call
+        purse[0] -= len(name) + (len(item) if is_plain else 0)
+        copy[name] = item if is_plain else _copied(item, levels, purse)
+
+    if purse[0] < 0:
+        raise JsonError("budget", limit=MAX_BUDGET)
+    return copy
+
+
+def _copied(value: Any, levels: int, purse: list[int]) -> Any:
+    """Copy one value; `purse` holds what may still be spent, `levels` how deep it may still go."""
+    kind = type(value)
+    if kind is str or kind is dict or kind is list:
+        # Texts pay for characters, containers for members, before one of them is looked at.
+        purse[0] -= len(value)
+        if purse[0] < 0:
+            raise JsonError("budget", limit=MAX_BUDGET)
+        if kind is str:
+            if not value.isascii():
+                _require_encodable(value)
+            return value
+        if not levels:
+            raise JsonError("depth", limit=MAX_LEVELS)
+        if kind is dict:
+            return _copied_object(value, levels - 1, purse)
+        return [_copied(item, levels - 1, purse) for item in tuple(value)]
+
+    if kind is float:
+        return _portable_number(value)
+    if kind is int and not -MAX_SAFE_INTEGER <= value <= MAX_SAFE_INTEGER:
+        raise JsonError("number")
+    if kind is not int and kind is not bool and value is not None:
+        raise JsonError("type")
+    return value
+
+
+def plain_json(value: object) -> Any:
+    """Copy an arbitrary Python value into exact JSON types: the only way in for the untrusted.
+
+    Types are compared exactly, so no method of the value's own ever runs. Each value and each
+    character costs one of `MAX_BUDGET`, so aliased and cyclic structures end quickly. A container
+    is copied from a snapshot, a tuple, because whoever kept it may be changing it in another
+    thread. Raises `JsonError` with the reason `type`, `number`, `surrogate`, `key`, `depth` or
+    `budget`.
+
+    >>> plain_json({"amount": 900.0, "lines": [True, None]})
+    {'amount': 900, 'lines': [True, None]}
+    """
+    return _copied(value, MAX_LEVELS, [MAX_BUDGET - 1])
 
 
 def decode_json(raw: bytes | str, *, max_bytes: int) -> Any:
     """Decode one JSON text (RFC 8259) into the portable domain.
 
-    `max_bytes` bounds the text's UTF-8 form. Raises `JsonError` with the reason `type`, `size`, `utf-8`,
-    `surrogate`, `bom`, `depth`, `syntax`, `duplicate-key`, `number` or `key`.
+    `max_bytes` bounds the text's UTF-8 form. `5`, `5.0` and `0.5e1` are one number, the int 5.
+    Raises `JsonError` with the reason `type`, `size`, `utf-8`, `surrogate`, `bom`, `depth`,
+    `syntax`, `duplicate-key`, `number`, `key` or `budget`.
 
-    >>> decode_json('{"amount": 900}', max_bytes=100)
+    >>> decode_json('{"amount": 9e2}', max_bytes=100)
     {'amount': 900}
     """
     text = _utf8_text(raw, max_bytes)
     _require_shallow(text)
     try:
         value = _DECODER.decode(text)
-    except json.JSONDecodeError:
-        raise JsonError("syntax") from None
-    if "\\u" in text:  # only an escape can have spelt a lone surrogate
-        _require_encodable(canonical_json(value))
-    return value
+    except json.JSONDecodeError as error:
+        raise JsonError("syntax", line=error.lineno, column=error.colno) from None
+    # Only so can a lone surrogate have come in, or a key beyond the Basic Multilingual Plane.
+    return value if text.isascii() and "\\u" not in text else plain_json(value)
 
 
-def plain_json(value: object) -> Any:
-    """Copy an arbitrary Python value into exact JSON types: the only way in for anything untrusted.
-
-    Types are compared exactly, so no method of the value's own ever runs. Each value and each character
-    costs one of `MAX_BUDGET`, so aliased and cyclic structures end quickly. A container is copied from a
-    snapshot, a tuple, because whoever kept it may be changing it in another thread. Raises `JsonError` with
-    the reason `type`, `number`, `surrogate`, `key`, `depth` or `budget`.
-
-    >>> plain_json({"amount": 900, "lines": [True, None]})
-    {'amount': 900, 'lines': [True, None]}
-    """
-    left = MAX_BUDGET - 1
-
-    def copied(value: Any, levels: int) -> Any:
-        nonlocal left
-        kind = type(value)
-        if kind is str or kind is dict or kind is list:
-            left -= len(value)  # texts pay for characters, containers for members, before one is looked at
-            if left < 0:
-                raise JsonError("budget")
-        if kind is str:
-            if not value.isascii():
-                _require_encodable(value)
-        elif kind is dict or kind is list:
-            if not levels:
-                raise JsonError("depth")
-            if kind is dict:
-                return members(value, levels - 1)
-            return [copied(item, levels - 1) for item in tuple(value)]
-        elif kind is int:
-            if not -MAX_SAFE_INTEGER <= value <= MAX_SAFE_INTEGER:
-                raise JsonError("number")
-        elif kind is not bool and value is not None:
-            raise JsonError("number" if kind is float else "type")
-        return value
-
-    def members(value: dict[Any, Any], levels: int) -> JsonObject:
-        nonlocal left
-        copy = {}
-        for name, item in tuple(value.items()):
-            if type(name) is not str:
-                raise JsonError("key")
-            left -= len(name)
-            if left < 0:
-                raise JsonError("budget")
-            if not name.isascii():
-                _require_key(name)
-            copy[name] = copied(item, levels)
-        return copy
-
-    return copied(value, MAX_LEVELS)
+def is_portable(value: object) -> bool:
+    """Tell whether `plain_json` takes this value."""
+    try:
+        plain_json(value)
+    except JsonError:
+        return False
+    return True
 
 
 _PLAIN_DECODER: Final = json.JSONDecoder()
@@ -369,19 +439,25 @@ def _decode_canonical(text: str) -> Any:
     return _PLAIN_DECODER.raw_decode(text)[0]  # it has no space around it to be skipped
 
 
+def _sha256(text: str) -> str:
+    return hashlib.sha256(_require_encodable(text)).hexdigest()
+
+
 def digest(document: Any) -> str:
     """Return the lowercase hex SHA-256 of the document's canonical form in UTF-8.
+
+    It takes the same for granted as `canonical_json`.
 
     >>> digest({})
     '44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a'
     """
-    return hashlib.sha256(canonical_json(document).encode("utf-8")).hexdigest()
+    return _sha256(canonical_json(document))
 
 
 def same_json(left: Any, right: Any) -> bool:
-    """Compare as JSON does: types first, so that `true` is never `1`, then deeply; nothing is ever hashed.
+    """Compare as JSON does: types first, so that `true` is never `1`, then deeply.
 
-    `left` must be JSON; `right` may be any Python value.
+    `left` must be JSON; `right` may be any Python value, of which nothing is ever hashed.
     """
     kind = type(left)
     if kind is not type(right):
@@ -394,75 +470,26 @@ def same_json(left: Any, right: Any) -> bool:
     return bool(left == right)
 
 
-# ===== 3. Contracts: a small JSON Schema checker ====================================================
-# A contract is data: a JSON Schema 2020-12 document limited to the keywords below. One predicate per keyword,
-# one table by the type it applies to, one walker that adds the path. The same walker judges fixtures, tool
-# inputs and outputs, provider envelopes, and the contracts themselves.
+# ===== 3. Contracts: a small JSON Schema checker ==================================================
+# A contract is data: a JSON Schema 2020-12 document limited to the keywords below. It is compiled
+# once, from a private copy, into nested functions, one for each node: each returns what is wrong
+# with a value, at paths relative to its own, so that a sound value costs no path at all. The same
+# compiler judges fixtures, tool inputs and outputs, packages, provider envelopes, and contracts.
 
 
 class Problem(NamedTuple):
-    """One broken rule: a JSON Pointer (RFC 6901), the rule's name, a message made from the contract alone."""
+    """One broken rule: a JSON Pointer (RFC 6901), the rule's name, and a message for the author."""
 
     path: str
     rule: str
     message: str
 
 
-def readable(path: str) -> str:
-    """Return a JSON Pointer as people read it: the root's is empty."""
-    return path or "(root)"
-
-
 class ContractError(ValueError):
-    """A contract or a tool that must not be registered."""
+    """A contract or a tool that must not be registered; the text is for its author."""
 
 
-_TYPES: Final[dict[str, type]] = {
-    "null": type(None), "boolean": bool, "integer": int, "string": str, "array": list, "object": dict,
-}
-_TYPE_NAMES: Final = {kind: name for name, kind in _TYPES.items()}
-_FORMATS: Final[dict[str, Callable[[str], bool]]] = {"identifier": is_identifier, "utc-second": is_utc_second}
-
-Predicate = Callable[[Any, Any], bool]      # (what the keyword says, the value) -> does it hold?
-
-
-def _is_one_of(options: list[Any], value: Any) -> bool:
-    return any(map(same_json, options, itertools.repeat(value)))
-
-
-@functools.lru_cache(maxsize=256)
-def _compiled(pattern: str) -> re.Pattern[str]:
-    return re.compile(pattern, re.ASCII)
-
-
-_ANY: Final[tuple[tuple[str, Predicate], ...]] = (("const", same_json), ("enum", _is_one_of))
-# In order of evaluation: what bounds a text comes before its pattern, so that none is tried on a longer text.
-_CHECKS: Final[dict[type, tuple[tuple[str, Predicate], ...]]] = {
-    str: (
-        ("minLength", lambda limit, text: len(text) >= limit),  # lengths count code points
-        ("maxLength", lambda limit, text: len(text) <= limit),
-        *_ANY,
-        ("format", lambda name, text: _FORMATS[name](text)),
-        # `fullmatch`, because the `$` of `match` also stands before a trailing line break.
-        ("pattern", lambda pattern, text: _compiled(pattern).fullmatch(text) is not None),
-    ),
-    int: (
-        *_ANY,
-        ("minimum", lambda limit, number: number >= limit),
-        ("maximum", lambda limit, number: number <= limit),
-    ),
-    list: (
-        ("minItems", lambda limit, items: len(items) >= limit),
-        ("maxItems", lambda limit, items: len(items) <= limit),
-        *_ANY,
-    ),
-}
-_LENGTHS: Final = frozenset({"minLength", "maxLength", "minItems", "maxItems"})
-
-Tokens = tuple[str | int, ...]      # a path on the way: its text is made only where a problem needs it
-
-
-def pointer(tokens: Tokens) -> str:
+def pointer(tokens: Iterable[str | int]) -> str:
     """Write reference tokens as a JSON Pointer (RFC 6901, section 3).
 
     >>> pointer(("cases", 0, "a/b"))
@@ -471,65 +498,259 @@ def pointer(tokens: Tokens) -> str:
     return "".join("/" + str(token).replace("~", "~0").replace("/", "~1") for token in tokens)
 
 
-def _problem(path: Tokens, rule: str, limit: object) -> Problem:
-    shown = limit[:8] if isinstance(limit, list) else limit  # enough to be understood, cheap to repeat
-    return Problem(pointer(path), rule, f"must satisfy {rule} {canonical_json(shown)}")
+def tokens_of(path: str) -> tuple[str, ...]:
+    """Read a JSON Pointer back into its tokens, the inverse of `pointer` (RFC 6901, section 4).
+
+    >>> tokens_of("/cases/0/a~1b")
+    ('cases', '0', 'a/b')
+    """
+    # ~1 before ~0: "~01" is a tilde and a 1.
+    return tuple(
+        token.replace("~1", "/").replace("~0", "~") for token in path.split("/")[1:])
 
 
-def _walk_object(schema: Mapping[str, Any], value: JsonObject, path: Tokens, found: list[Problem]) -> None:
-    for name in value:
-        if type(name) is not str:  # no JSON object; looking a field up could run a stranger's code
-            found.append(_problem(path, "type", "object"))
-            return
-    undeclared = len(value)
-    for name, inner in schema.get("properties", {}).items():
-        if name in value:
-            undeclared -= 1
-            _walk(inner, value[name], (*path, name), found)
-        elif name in schema.get("required", ()):
-            found.append(_problem((*path, name), "required", True))
-    if undeclared and "additionalProperties" in schema:
-        found.append(_problem(path, "additionalProperties", False))
+def readable(path: str) -> str:
+    """Return a JSON Pointer as people read it: the root's is empty."""
+    return path or "(root)"
 
 
-def _walk(schema: Mapping[str, Any], value: Any, path: Tokens, found: list[Problem]) -> None:
-    kind = type(value) if type(type(value)) is type else object  # a metaclass could bring a hash of its own
-    name = _TYPE_NAMES.get(kind)  # exact types: `true` is no integer, a tuple no array
-    expected = schema.get("type", name)
-    if name != expected and (type(expected) is str or name not in expected):
-        found.append(_problem(path, "type", expected))
-        return
-    for keyword, holds in _CHECKS.get(kind, _ANY):
-        if keyword in schema and not holds(schema[keyword], value):
-            found.append(_problem(path, keyword, schema[keyword]))
-            if keyword in _LENGTHS or (kind is str and "maxLength" not in schema):
-                return
-    if kind is dict:
-        _walk_object(schema, value, path, found)
-    elif kind is list and "items" in schema:
-        for index, item in enumerate(value):
-            if len(found) >= MAX_PROBLEMS:
-                break
-            _walk(schema["items"], item, (*path, index), found)
+Tokens = tuple[str | int, ...]                          # a path before it is written as a pointer
+Finding = tuple[Tokens, str, object]                    # relative path, rule, what the keyword says
+Check = Callable[[Any], Sequence[Finding]]              # judges one node and all below it
+Forbids = Callable[[str], bool] | None                  # judges the names that no contract declares
+
+# Exact types: `true` is no integer, a tuple no array. A whole float is an int in this domain.
+_TYPES: Final[dict[str, tuple[type, ...]]] = {
+    "null": (type(None),), "boolean": (bool,), "integer": (int,), "number": (int, float),
+    "string": (str,), "array": (list,), "object": (dict,),
+}
+_FORMATS: Final[dict[str, Callable[[str], bool]]] = {
+    "identifier": is_identifier, "utc-second": is_utc_second,
+    "date": is_date, "date-time": is_date_time,
+}
+
+
+def _is_one_of(options: list[Any], kind: type) -> Callable[[Any], object]:
+    """Look a scalar up in a set, once its type is known; compare anything else deeply.
+
+    Nothing of a stranger is ever hashed: a set is only asked for values of its options' own type.
+    """
+    if kind in (str, int, float, bool, type(None)):
+        return frozenset(option for option in options if type(option) is kind).__contains__
+    return lambda value: any(same_json(option, value) for option in options)
+
+
+# One small predicate a keyword, made from what the keyword says, grouped by the type it applies to
+# and in order of evaluation: what bounds a text comes before its pattern, so that none is tried on
+# a longer text.
+_Maker = Callable[[Any, type], Callable[[Any], object]]
+_OPTIONS: Final[dict[str, _Maker]] = {
+    "const": lambda constant, kind: _is_one_of([constant], kind),
+    "enum": _is_one_of,
+}
+_BOUNDS: Final[dict[str, _Maker]] = {
+    **_OPTIONS,
+    "minimum": lambda limit, _: lambda number: number >= limit,
+    "maximum": lambda limit, _: lambda number: number <= limit,
+    "exclusiveMinimum": lambda limit, _: lambda number: number > limit,
+    "exclusiveMaximum": lambda limit, _: lambda number: number < limit,
+}
+_KEYWORDS: Final[dict[type, dict[str, _Maker]]] = {
+    str: {
+        "minLength": lambda limit, _: lambda text: len(text) >= limit,  # in code points
+        "maxLength": lambda limit, _: lambda text: len(text) <= limit,
+        **_OPTIONS,
+        "format": lambda name, _: _FORMATS[name],
+        # `fullmatch`, because the `$` of `match` also stands before a trailing line break.
+        "pattern": lambda pattern, _: re.compile(pattern, re.ASCII).fullmatch,
+    },
+    int: _BOUNDS,
+    float: _BOUNDS,
+    list: {
+        "minItems": lambda limit, _: lambda items: len(items) >= limit,
+        "maxItems": lambda limit, _: lambda items: len(items) <= limit,
+        **_OPTIONS,
+    },
+}
+
+
+def _compile_items(item: Check) -> Check:
+    """Judge one item after the other, until there are problems enough."""
+    return lambda items: [*itertools.islice((
+        ((index, *path), rule, limit)
+        for index, value in enumerate(items) for path, rule, limit in item(value)
+    ), MAX_PROBLEMS)] if items else ()
+
+
+def _compile_members(schema: JsonObject, is_forbidden: Forbids) -> Check:
+    required = schema.get("required", ())
+    members = [(name, _compile(inner, is_forbidden), name in required)
+               for name, inner in schema["properties"].items()]
+    declared = frozenset(schema["properties"]) if "additionalProperties" in schema else None
+
+    def judge(value: JsonObject) -> Sequence[Finding]:
+        for name in value:
+            if type(name) is not str:  # looking a field up could run a stranger's code
+                return (((), "type", "object"),)
+
+        found: list[Finding] = []
+        for name, check, is_required in members:
+            if name in value:
+                if problems := check(value[name]):
+                    found += [((name, *path), rule, limit) for path, rule, limit in problems]
+            elif is_required:
+                found.append(((name,), "required", True))
+        if declared is not None and not declared.issuperset(value):
+            # At the parent, so that no name of the value's own is ever repeated.
+            found.append(((), "additionalProperties", False))
+        return found
+
+    return judge
+
+
+def _children(value: Any) -> Iterable[Any]:
+    return value.values() if type(value) is dict else value if type(value) is list else ()
+
+
+def names_in(value: Any) -> set[str]:
+    """Collect every name of plain JSON, at any depth."""
+    return {*(value if type(value) is dict else ())}.union(*map(names_in, _children(value)))
+
+
+def levels_of(value: Any) -> int:
+    """Count the levels of plain JSON: a scalar is 0, a flat object 1."""
+    is_container = type(value) is dict or type(value) is list
+    return 1 + max(map(levels_of, _children(value)), default=0) if is_container else 0
+
+
+def _compile_inside(schema: JsonObject, kind: type, is_forbidden: Forbids) -> Check | None:
+    """Compile what is below a node of one type; `None` where there is nothing to judge."""
+    if kind is dict and "properties" in schema:
+        return _compile_members(schema, is_forbidden)
+    if kind is list and "items" in schema:
+        return _compile_items(_compile(schema["items"], is_forbidden))
+    # Only where no contract declares names can one stand that nobody has read; what options hold
+    # was read when they were registered.
+    if is_forbidden is None or kind not in (dict, list) or schema.keys() & _OPTIONS.keys():
+        return None
+    return lambda value: (
+        (((), "name", False),) if any(map(is_forbidden, names_in(value))) else ())
+
+
+def _compile_kind(schema: JsonObject, kind: type, is_forbidden: Forbids, otherwise: Check) -> Check:
+    """Compile a node for values of one type; `otherwise` judges those of any other."""
+    inside = _compile_inside(schema, kind, is_forbidden)
+    # Nothing is tried on what is too long, nor on a text that nothing else would have bounded.
+    unbounded = kind is str and "maxLength" not in schema
+    rules = [(make(schema[keyword], kind), ((), keyword, schema[keyword]),
+              unbounded or keyword.endswith(("Length", "Items")))
+             for keyword, make in _KEYWORDS.get(kind, _OPTIONS).items() if keyword in schema]
+
+    def judge(value: Any) -> Sequence[Finding]:
+        if type(value) is not kind:  # identity: a metaclass could bring an equality of its own
+            return otherwise(value)
+        found: tuple[Finding, ...] = ()
+        for holds, finding, is_last in rules:
+            if not holds(value):
+                found += (finding,)
+                if is_last:
+                    return found
+        if inside is None:
+            return found
+        return (*found, *inside(value)) if found else inside(value)
+
+    return judge
+
+
+def type_name(value: object) -> str:
+    """Return the first type name that a value of the portable domain answers to."""
+    return next(name for name, kinds in _TYPES.items() if type(value) in kinds)
+
+
+def _type_names(schema: JsonObject) -> list[str]:
+    """Return the types that a node names; none where it leaves them to its constants."""
+    return [named] if isinstance(named := schema.get("type", []), str) else named
+
+
+def _compile(schema: JsonObject, is_forbidden: Forbids) -> Check:
+    """Compile one node and all below it: a chain of its types, and what is none of them."""
+    names = _type_names(schema)
+    # Without a type, only the node's options can refuse what is no JSON at all.
+    mismatch: Sequence[Finding] = [
+        ((), keyword, schema[keyword])
+        for keyword in (["type"] if names else _OPTIONS) if keyword in schema]
+
+    kinds = {kind: None for name in names or _TYPES for kind in _TYPES[name]}
+    # Each type hands on what is none of its own.
+    return functools.reduce(
+        lambda otherwise, kind: _compile_kind(schema, kind, is_forbidden, otherwise),
+        kinds, lambda value: mismatch)
+
+
+def _declared_levels(schema: JsonObject) -> float:
+    """Return how deep a value of this contract can be; infinity where something is left open."""
+    if schema.keys() & _OPTIONS.keys():
+        return max(map(levels_of, [schema.get("const"), *schema.get("enum", [])]))
+    names = _type_names(schema) or [*_TYPES]
+    inner = [*([schema.get("items")] if "array" in names else []),
+             *(schema.get("properties", {"": None}).values() if "object" in names else [])]
+    depths = [math.inf if part is None else _declared_levels(part) for part in inner]
+    return 1 + max(depths, default=0) if {"array", "object"} & {*names} else 0
+
+
+def _problem(path: Tokens, rule: str, limit: Any) -> Problem:
+    # Eight options are enough to be understood, and cheap to repeat.
+    shown = canonical_json(limit[:8])[:-1] + ",..." if (
+        isinstance(limit, list) and len(limit) > 8) else canonical_json(limit)
+    return Problem(pointer(path), rule, f"must satisfy {rule} {shown}")
+
+
+class Contract:
+    """A contract, compiled once from a private copy: changing the schema later changes nothing.
+
+    `levels` is how deep a value of it can be, infinity where something is left open.
+    """
+
+    def __init__(self, schema: Mapping[str, Any], is_forbidden: Forbids = None) -> None:
+        self._schema: Final[JsonObject] = plain_json({**schema})
+        self._judge: Final = _compile(self._schema, is_forbidden)
+        self.levels: Final = _declared_levels(self._schema)
+
+    @property
+    def schema(self) -> JsonObject:
+        """A fresh copy of what is enforced."""
+        return plain_json(self._schema)  # type: ignore[no-any-return]
+
+    def problems(self, value: object) -> list[Problem]:
+        """Say what is wrong with a value, as `validate` does."""
+        return [_problem(*finding) for finding in self._judge(value)]
+
+    def declares(self, path: str) -> bool:
+        """Tell whether a JSON Pointer leads only through declared fields and array indexes."""
+        schema: Any = self._schema
+        for token in tokens_of(path):
+            items = schema.get("items") if re.fullmatch("0|[1-9][0-9]{0,5}", token) else None
+            schema = schema.get("properties", {}).get(token, items)
+            if schema is None:
+                return False
+        return path == pointer(tokens_of(path))
 
 
 def validate(schema: Mapping[str, Any], value: object) -> list[Problem]:
-    """Check any Python value against a contract (JSON Schema 2020-12, the keywords above); never raises.
+    """Check any Python value against a contract (JSON Schema 2020-12, the keywords above).
 
-    A node whose type or length is wrong is looked at no further, nor is a text that only its format or its
-    options would have bounded. A missing field is reported at its own path, an undeclared one at its
-    parent's, so that no name of the value's own is ever repeated.
+    No value makes it raise. A node whose type or length is wrong is looked at no further, nor is a
+    text that only its format or its options would have bounded. A missing field is reported at its
+    own path, an undeclared one at its parent's. Who judges many values compiles a `Contract` once.
 
     >>> [(p.path, p.rule) for p in validate({"type": "string", "maxLength": 3}, "four")]
     [('', 'maxLength')]
     """
-    found: list[Problem] = []
-    _walk(schema, value, (), found)
-    return found
+    return Contract(schema).problems(value)
 
 
 def open_object(**properties: JsonObject) -> JsonObject:
-    """Write the contract of an object that has these fields and any others: for what strangers send."""
+    """Write the contract of an object that has these fields and any others: for strangers' data."""
     return {"type": "object", "properties": properties, "required": [*properties]}
 
 
@@ -539,163 +760,562 @@ def closed_object(**properties: JsonObject) -> JsonObject:
 
 
 def nullable(contract: JsonObject) -> JsonObject:
-    """Let a contract with a type accept `null` too."""
-    return {**contract, "type": [contract["type"], "null"]}
+    """Let a contract accept `null` too, whatever bounds it: its type, its options, its constant.
+
+    >>> nullable({"type": "string", "enum": ["a", "b"]})
+    {'type': ['string', 'null'], 'enum': ['a', 'b', None]}
+    """
+    names, wide = _type_names(contract), dict(contract)
+    if names and "null" not in names:
+        wide["type"] = [*names, "null"]
+    if options := [wide.pop("const")] if "const" in wide else wide.get("enum"):
+        wide["enum"] = options if None in options else [*options, None]
+    return wide
 
 
 IDENTIFIER: Final[JsonObject] = {"type": "string", "format": "identifier"}
 UTC_SECOND: Final[JsonObject] = {"type": "string", "format": "utc-second"}
 
-# The contract of a contract: the checker checks its own documents first. An unknown keyword is refused as an
-# undeclared field, for a misspelt bound is a hole. A pattern holds no alternation, because `^a|b$` is open on
-# two sides; write a literal bar as \x7c.
-_PROSE: Final[JsonObject] = {"type": "string", "maxLength": 1024}
-_COUNT: Final[JsonObject] = {"type": "integer", "minimum": 0}
-_SCHEMA_CONTRACT: Final[JsonObject] = {"type": "object", "additionalProperties": False, "properties": {
-    "title": _PROSE, "description": _PROSE,
-    "minLength": _COUNT, "maxLength": _COUNT, "minItems": _COUNT, "maxItems": _COUNT,
-    "minimum": {"type": "integer"}, "maximum": {"type": "integer"},
-    "type": {"type": ["string", "array"], "minItems": 1, "items": {"enum": [*_TYPES]}},
-    "const": {}, "enum": {"type": "array", "minItems": 1},
-    "items": {"type": "object"}, "properties": {"type": "object"},
-    "pattern": {"type": "string", "pattern": r"^\^[^|]*\$$"},
-    "format": {"enum": [*_FORMATS]},
-    "required": {"type": "array", "items": {"type": "string"}},
-    "additionalProperties": {"const": False},
-}}
-_KEYWORDS_OF_ALL: Final = frozenset({"title", "description", "type", "const", "enum"})
-_KEYWORDS_OF_TYPE: Final[dict[str, set[str]]] = {
-    "array": {"items"}, "object": {"properties", "required", "additionalProperties"},
+
+# --- Names and patterns ---
+
+# Names that a contract may not declare: what only the host may say (invariant 3) in an input, what
+# would leak or pose as control data (invariant 8) in an output. Whole words, because `secretary`
+# holds no secret and `lieutenant` no tenant; neighbours joined, because `apiKey` and `X-API-Key`
+# are one name.
+_CONTROL_NAMES: Final = {"callid", "operationid", "idempotencykey", "statusref"}
+_FORBIDDEN_NAMES: Final[dict[str, set[str]]] = {
+    "input": _CONTROL_NAMES | {
+        "tenant", "tenantid", "subjectid", "principal", "principalid",
+        "approval", "approvalid", "approver", "approverid"},
+    "output": _CONTROL_NAMES | {
+        "authorization", "apikey", "token", "accesstoken", "idtoken", "refreshtoken", "authtoken",
+        "secret", "clientsecret", "password", "passwd", "passphrase", "passcode", "pwd", "cookie",
+        "credential", "privatekey", "accesskey", "sessionid", "jwt", "bearer", "otp"},
 }
-
-# Names that a contract may not declare, found anywhere in a normalized name: what only the host may say
-# (invariant 3) in an input, what would leak or pose as control data (invariant 8) in an output.
-_CONTROL_NAMES: Final = "callid|operationid|idempotencykey|statusref|sha256"
-_SENSITIVE_NAMES: Final = "authorization|apikey|token|secret|passw|cookie|credential|privatekey"
-_FORBIDDEN_NAMES: Final = {
-    "input": re.compile(f"tenant|subject|principal|approval|approver|{_CONTROL_NAMES}"),
-    "output": re.compile(f"{_SENSITIVE_NAMES}|{_CONTROL_NAMES}"),
-}
-_INLINE_FLAG = re.compile(r"\(\?[aiLmsux-]")  # would undo the ASCII classes
-_NOT_ALPHANUMERIC = re.compile(r"[^a-z0-9]+")
+_BETWEEN_WORDS = re.compile(r"[\W\d_]+|(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 
 
-def is_forbidden_name(name: str, role: str) -> bool:
-    """Tell whether a field may not bear this name in an `input` or `output`; look-alikes of a name count.
+def _words_of(name: str) -> list[str]:
+    """Split a name at separators, digits and humps, its accents and invisible characters gone.
 
-    >>> is_forbidden_name("X-API-Key", "output"), is_forbidden_name("city", "output")
-    (True, False)
+    >>> _words_of("userAPIKey2"), _words_of("se\\u200bcr\\u00e9t_IDs")
+    (['user', 'api', 'key'], ['secret', 'i', 'ds'])
     """
-    if len(name) > MAX_NAME_LENGTH:
-        return True  # too long to be judged: normalizing takes quadratic time in the worst case
-    plain = _NOT_ALPHANUMERIC.sub("", unicodedata.normalize("NFKC", name).casefold())
-    return role in _FORBIDDEN_NAMES and _FORBIDDEN_NAMES[role].search(plain) is not None
+    seen = [character for character in unicodedata.normalize("NFKD", name)
+            if unicodedata.category(character) not in ("Mn", "Mc", "Me", "Cf")
+            and character not in "\u115f\u1160"]   # fillers: letters to Unicode, nothing to the eye
+    # Case folds last: before, it would have levelled the humps.
+    return [word.casefold() for word in _BETWEEN_WORDS.split("".join(seen)) if word]
 
 
-def _survey(value: Any, names: set[str]) -> int:
-    """Count levels of nesting (a scalar is 0, a flat object 1) and collect every name on the way."""
-    if type(value) is dict:
-        names.update(value)
-        value = value.values()
-    elif type(value) is not list:
-        return 0
-    return 1 + max([_survey(member, names) for member in value], default=0)
+@functools.lru_cache(maxsize=1024)
+def _spells_forbidden(name: str, role: str) -> bool:
+    words = _words_of(name)
+    spelt = {"".join(words), *(     # the whole, as in `t.o.k.e.n`, and up to three neighbours
+        "".join(words[at:at + many]) for at in range(len(words)) for many in (1, 2, 3))}
+    # `tokens` is a count where it stands alone (`total_tokens`), not in `access_tokens`.
+    spelt.update([word.removesuffix("s") for word in spelt if word != "tokens"])
+    return not spelt.isdisjoint(_FORBIDDEN_NAMES[role])
 
 
-def _keywords_of(name: str) -> set[str]:
-    """Return the keywords that are enforced for one type."""
-    return _KEYWORDS_OF_TYPE.get(name, set()).union(keyword for keyword, _ in _CHECKS.get(_TYPES[name], ()))
+def is_forbidden_name(name: str, role: str, exempt_names: tuple[str, ...] = ()) -> bool:
+    """Tell whether a field may not bear this name; only an `input` and an `output` forbid names.
+
+    A name of more than `MAX_NAME_LENGTH` characters is forbidden, for it is too long to be judged.
+    What `exempt_names` spells exactly so is free. This finds spellings of a name: no values, and no
+    look-alike letters of another script.
+
+    >>> is_forbidden_name("X-API-Key", "output"), is_forbidden_name("secretary", "output")
+    (True, False)
+    >>> is_forbidden_name("next_page_token", "output", exempt_names=("next_page_token",))
+    False
+    """
+    return role in _FORBIDDEN_NAMES and name not in exempt_names and (
+        len(name) > MAX_NAME_LENGTH or _spells_forbidden(name, role))
+
+
+_LITERAL = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)     # an escape or a class
+_INNERMOST = re.compile(r"\([^()]*\)")    # a group that holds no other
+_REPETITION: Final = r"(?:[*+]|\{(?:[0-9]+|[0-9]*,[0-9]*)\})"
 
 
 def _compiles(pattern: str) -> bool:
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # what only warns today would refuse or match otherwise tomorrow
+        # What only warns today would refuse or match otherwise tomorrow.
+        warnings.simplefilter("error")
         try:
-            return bool(_compiled(pattern))
+            return bool(re.compile(pattern, re.ASCII))
         except (re.error, OverflowError, RecursionError, Warning):
             return False
 
 
-def _array_complaints(schema: JsonObject, path: Tokens, role: str) -> Iterator[tuple[Tokens, str]]:
-    if "maxItems" not in schema:
-        yield path, "needs maxItems"
+def _repeats_a_repetition(syntax: str) -> bool:
+    """Tell whether a repeated group holds a repetition, so that it may take exponential time.
+
+    Groups are folded from the inside out: to a bar where they hold a repetition, for the syntax has
+    no other bar, else to a dot.
+
+    >>> _repeats_a_repetition("^((a+)?b)*$")    # which becomes ^(|?b)*$ and then ^|*$
+    True
+    """
+    while _INNERMOST.search(syntax):
+        syntax = _INNERMOST.sub(
+            lambda group: "|" if re.search(rf"\||{_REPETITION}", group[0]) else ".", syntax)
+        if re.search(rf"\|{_REPETITION}", syntax):
+            return True
+    return False
+
+
+def is_sound_pattern(pattern: str) -> bool:
+    """Tell whether a contract may hold this pattern: `^...$`, at most 4,096 characters.
+
+    It holds no alternation, because `^a|b$` is open on two sides (a literal bar is `[|]`), no
+    inline flag, and no repeated group (`*`, `+`, `{n}`; `?` repeats nothing) that holds a
+    repetition. Quadratic patterns pass: `maxLength` is what bounds them.
+
+    >>> [is_sound_pattern(pattern) for pattern in ("^([a-z]+-)?[0-9]+$", "^(a+)+$", "^a|b$")]
+    [True, False, False]
+    """
+    # Compiling takes some ten microseconds a character.
+    if len(pattern) > 4096 or not _compiles(pattern):
+        return False
+
+    # Only what compiles is scanned, so that every class has an end. What is left is bare syntax:
+    # a `$`, `|` or `(` in it means what it says.
+    syntax = _LITERAL.sub(".", pattern)
+    anchored = syntax.startswith("^") and syntax.endswith("$")
+    # An inline flag would undo the ASCII classes, and `(?#` hides a comment.
+    return anchored and "|" not in syntax and not (
+        re.search(r"\(\?[aiLmsux#-]", syntax) or _repeats_a_repetition(syntax))
+
+
+# --- What a contract may say ---
+
+# The contract of a contract: the checker checks its own documents first.
+_SCHEMA_KEYWORDS: Final[dict[str, JsonObject]] = {
+    **{keyword: {"type": "string", "maxLength": MAX_PROSE} for keyword in ("title", "description")},
+    "type": {"type": ["string", "array"], "pattern": "|".join(_TYPES),
+             "minItems": 1, "items": {"enum": [*_TYPES]}},
+    "const": {}, "enum": {"type": "array", "minItems": 1},
+    **{keyword: {"type": "integer", "minimum": 0} for keyword in (
+        "minLength", "maxLength", "minItems", "maxItems")},
+    **{keyword: {"type": "number"} for keyword in (
+        "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")},
+    "pattern": {"type": "string"}, "format": {"enum": [*_FORMATS]},
+    "items": {"type": "object"}, "properties": {"type": "object"},
+    "required": {"type": "array", "items": {"type": "string"}},
+    "additionalProperties": {"const": False},
+}
+_SCHEMA_CONTRACT: Final = Contract({"type": "object", "properties": _SCHEMA_KEYWORDS})
+_OF_CONTAINERS: Final = {
+    "array": {"items"}, "object": {"properties", "required", "additionalProperties"}}
+_BOUNDED_TEXT: Final = frozenset({"maxLength", "enum", "const", "format"})
+
+
+def _complaints_of(schema: JsonObject, role: str, exempt: tuple[str, ...]) -> Iterator[str]:
+    """Yield what is wrong with one node by itself, a row a rule."""
+    types, said, is_input = {*_type_names(schema)}, schema.keys(), role == "input"
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    borne = names_in([schema.get("const"), schema.get("enum")]).union(properties)
+    enforced = {"title", "description", "type", "const", "enum"}.union(
+        *(_OF_CONTAINERS.get(name, ()) for name in types),
+        *(_KEYWORDS.get(kind, ()) for name in types for kind in _TYPES[name]))
+
+    yield from (complaint for is_broken, complaint in (
+        *((True, f"{keyword} is not enforced here; adapt_schema rewrites a foreign schema")
+          for keyword in sorted(said - enforced)),
+        (not types and not said & _OPTIONS.keys(), "needs a type, a const or an enum"),
+        ("string" in types and not said & _BOUNDED_TEXT,
+         "a string needs maxLength, enum, const or format"),
+        (not is_sound_pattern(schema.get("pattern", "^$")),
+         "pattern must be one ^...$ without | (in a class it is a letter: [|]), inline flags, and"
+         " a repeated group that holds a repetition"),
+        (is_input and schema.get("maxLength", 0) > MAX_ARGUMENT_BYTES,
+         f"maxLength exceeds the {MAX_ARGUMENT_BYTES} bytes that all arguments may have"),
+        ("array" in types and "maxItems" not in said, "an array needs maxItems"),
+        ("object" in types and "properties" not in said and (
+            is_input or not said.isdisjoint(_OF_CONTAINERS["object"])),
+         "an object needs properties; {} for none"),
+        ("properties" in said and "additionalProperties" not in said,
+         "an object with properties needs additionalProperties: false"),
+        *((True, f"required names {name!r}, which is no property")
+          for name in sorted({*required} - {*properties})),
+        (len({*required}) < len(required), "required names a property twice"),
+        *((True, f"no {role} may declare the name {name!r}; exempt_names=({name!r},) frees it")
+          for name in sorted(borne) if is_forbidden_name(name, role, exempt)),
+    ) if is_broken)
+
+
+def _complain(
+    schema: Any, path: Tokens, role: str, exempt: tuple[str, ...]
+) -> Iterator[tuple[Tokens, str]]:
+    """Yield what is wrong with a node and all below it; a misshapen one is looked at no further."""
+    if misshapen := _SCHEMA_CONTRACT.problems(schema):
+        yield from (((*path, *tokens_of(problem.path)), problem.message) for problem in misshapen)
+        return
+
+    yield from ((path, complaint) for complaint in _complaints_of(schema, role, exempt))
+    for name, inner in schema.get("properties", {}).items():
+        yield from _complain(inner, (*path, "properties", name), role, exempt)
     if "items" in schema:
-        yield from _complaints(schema["items"], (*path, "items"), role)
-    elif role == "input":
-        yield path, "must say what its items are"
-
-
-def _object_complaints(schema: JsonObject, path: Tokens, role: str) -> Iterator[tuple[Tokens, str]]:
-    if "properties" not in schema:
-        if role == "input" or schema.keys() & {"required", "additionalProperties"}:
-            yield path, "must list its properties"
-        return
-    names = schema["properties"]
-    if "additionalProperties" not in schema or sorted(schema.get("required", [])) != sorted(names):
-        yield path, "must be closed and require each of its properties"
-    for name, inner in names.items():
-        where = (*path, "properties", name)
-        if is_forbidden_name(name, role):
-            yield where, "bears a name that is not this contract's to declare"
-        yield from _complaints(inner, where, role)
-
-
-def _complaints(schema: Any, path: Tokens, role: str) -> Iterator[tuple[Tokens, str]]:
-    """Yield what is wrong with a node and all below it; a misshapen node is looked at no further."""
-    problems = validate(_SCHEMA_CONTRACT, schema)
-    if problems:
-        yield from (((*path, *problem.path.split("/")[1:]), problem.message) for problem in problems)
-        return
-    names = [schema["type"]] if isinstance(schema.get("type"), str) else schema.get("type", [])
-    if not {*names} <= _TYPES.keys() or not schema.keys() & {"type", "const", "enum"}:
-        yield path, "must name known types, a constant or an enumeration"
-        return
-    if not schema.keys() <= _KEYWORDS_OF_ALL.union(*map(_keywords_of, names)):
-        yield path, "has a keyword that is not enforced for its type"
-    if "string" in names and not schema.keys() & {"maxLength", "enum", "const", "format"}:
-        yield path, "needs maxLength, enum, const or format"
-    if "pattern" in schema and (_INLINE_FLAG.search(schema["pattern"]) or not _compiles(schema["pattern"])):
-        yield path, "has a pattern that changes its flags or is no regular expression"
-    names_of_values: set[str] = set()
-    _survey([schema.get("const"), schema.get("enum")], names_of_values)
-    if any(is_forbidden_name(name, role) for name in names_of_values):
-        yield path, "offers a value with a name that is not this contract's to declare"
-    if "array" in names:
-        yield from _array_complaints(schema, path, role)
-    if "object" in names:
-        yield from _object_complaints(schema, path, role)
+        yield from _complain(schema["items"], (*path, "items"), role, exempt)
 
 
 @functools.lru_cache(maxsize=64)  # the same contract is judged once, however often it is registered
-def _require_sound(text: str, role: str) -> None:
-    for path, complaint in _complaints(_decode_canonical(text), (), role):
+def _sound_contract(text: str, role: str, exempt: tuple[str, ...]) -> Contract:
+    schema = _decode_canonical(text)
+    for path, complaint in _complain(schema, (), role, exempt):
         raise ContractError(f"contract at {readable(pointer(path))}: {complaint}")
+    return Contract(schema, (
+        lambda name: is_forbidden_name(name, role, exempt)) if role != "data" else None)
 
 
-def require_schema(schema: object, *, role: Literal["data", "input", "output"] = "data") -> JsonObject:
+def _plain_schema(schema: object) -> JsonObject:
+    try:
+        return plain_json(schema)  # type: ignore[no-any-return]
+    except JsonError as error:
+        raise ContractError(f"contract is {error}") from None
+
+
+def require_contract(
+    schema: object, *,
+    role: Literal["data", "input", "output"] = "data", exempt_names: tuple[str, ...] = (),
+) -> Contract:
+    """Compile a sound contract; raises `ContractError` as `require_schema` does."""
+    # Unsorted: the order of properties is how a model gets to see them.
+    return _sound_contract(json.dumps(_plain_schema(schema)), role, exempt_names)
+
+
+def require_schema(
+    schema: object, *,
+    role: Literal["data", "input", "output"] = "data", exempt_names: tuple[str, ...] = (),
+) -> JsonObject:
     """Return a copy of a sound contract: every keyword is enforced, every node bounded and closed.
 
-    An `input` may hold nothing open and no name that only the host may say; an `output` may hold an open
-    object (its names are scanned in each result) but declare no sensitive name. Raises `ContractError`.
+    An `input` declares no name that only the host may say, and no open object; an `output` declares
+    no sensitive name. Where something is open all the same, an object of an output or an array
+    without items, the names in each value are judged. `exempt_names` frees exactly spelt names.
+    Raises `ContractError`, which says what to write.
     """
-    try:
-        copy: JsonObject = plain_json(schema)
-    except JsonError as error:
-        raise ContractError(str(error)) from None
-    _require_sound(canonical_json(copy), role)
-    return copy
+    return require_contract(schema, role=role, exempt_names=exempt_names).schema
 
 
-# ===== 4. The error catalog =========================================================================
-# Every error that a model can see is one row. Nothing of it is free text, so all of it is recomputed when a
-# result is validated.
+# --- Foreign schemas: an MCP tool's, Pydantic's, OpenAPI's ---
+# What a contract can say is rewritten, what would be unbounded is narrowed, what says nothing about
+# values is dropped, and what cannot be enforced is loosened, and said so, or refused.
+
+_ANNOTATIONS: Final = frozenset({
+    "$schema", "$id", "$comment", "$defs", "definitions",  # `$ref` brings in what these define
+    "default", "examples", "deprecated", "readOnly", "writeOnly",
+})
+_TITLES: Final = ("title", "description")
+
+
+class _Place(NamedTuple):
+    """Where in the given schema an adapter stands: at a node, or at a keyword of one."""
+
+    path: Tokens
+    levels: int         # of nesting, where each `$ref` is one more
+    is_root: bool       # does it stand for the whole schema?
+    inlining: tuple[Tokens, ...] = ()       # what each `$ref` on the way names
+
+    def below(self, token: str | int, is_root: bool = False) -> _Place:
+        return _Place((*self.path, token), self.levels + 1, is_root, self.inlining)
+
+    def refuse(self, complaint: str) -> NoReturn:
+        raise ContractError(f"schema at {readable(pointer(self.path))}: {complaint}")
+
+
+def _options_of(contract: JsonObject) -> list[Any]:
+    """Return the values to which a contract is limited; none where it enumerates none."""
+    return [contract["const"]] if "const" in contract else contract.get(
+        "enum", [None] if _type_names(contract) == ["null"] else [])
+
+
+def _passing_options_of(contract: JsonObject) -> list[Any]:
+    """Return those that pass the rest of their own contract."""
+    # An enum is not asked for its own members: compared deeply, each with each, many take minutes.
+    judge = _compile({keyword: said for keyword, said in contract.items()
+                      if keyword != "enum" or "const" in contract}, None)
+    return [option for option in _options_of(contract) if not judge(option)]
+
+
+def _types_of(contract: JsonObject) -> list[str]:
+    """Return the types that a contract declares, else those of its options."""
+    return _type_names(contract) or sorted({*map(type_name, _options_of(contract))})
+
+
+class _Adapter:
+    """One run of `adapt_schema`: the rewritings of the table below, and what they share.
+
+    A rewriting takes a keyword, what it says, its place, and the contract of the node so far; it
+    returns what the contract gains. Nothing given is taken for JSON before `plain` has copied it.
+    """
+
+    def __init__(self, document: object, **caps: int) -> None:
+        self.document, self.caps = document, caps
+        self.purse = [MAX_BUDGET - 1]           # as `plain_json` charges: what is made will pass it
+        self.changes: dict[Problem, str] = {}   # in order, each once
+
+    def plain(self, value: object, at: _Place, shape: str) -> Any:
+        """Copy JSON of one shape, on the budget of the whole run."""
+        try:
+            copy = _copied(value, MAX_LEVELS, self.purse)
+        except JsonError as error:
+            at.refuse(str(error))
+        for problem in _SHAPES[shape].problems(copy):
+            at.refuse(problem.message)
+        return copy
+
+    def members(self, given: object, at: _Place) -> JsonObject:
+        """Copy one level of an object: its names are judged and paid for, its members are not."""
+        if type(given) is not dict or at.levels > MAX_LEVELS:
+            at.refuse(f"must be an object, at most {MAX_LEVELS} levels deep, every $ref inlined")
+        self.plain([*given], at, "names")
+        return dict(given)
+
+    def note(self, at: _Place, rule: str, message: str) -> JsonObject:
+        """List a change once; return what the contract gains by saying so: nothing."""
+        change = Problem(pointer(at.path), rule, message)
+        if change not in self.changes:  # a long name is paid for again with every change below it
+            self.changes[change] = self.plain(change.path, at, "text")
+        return {}
+
+    def node(self, given: object, at: _Place) -> JsonObject:
+        """Return the contract of one node and all below it; annotations go before anything else."""
+        said = self.members(given, at)
+        for keyword in [*said]:
+            if keyword in _ANNOTATIONS or keyword.startswith("x-") or (
+                    keyword in _TITLES and type(said[keyword]) is not str):
+                self.note(at.below(keyword), "dropped", "it says nothing about values")
+                del said[keyword]
+            elif keyword not in _REWRITINGS:
+                at.below(keyword).refuse("this cannot be enforced; check it in the tool's rules")
+
+        contract: JsonObject = {}
+        for keyword, (speaks_of, shape, rewrite) in _REWRITINGS.items():
+            if keyword in said:
+                place = at.below(keyword, at.is_root)
+                value = self.plain(said[keyword], place, shape) if shape else said[keyword]
+                if self.applies(speaks_of, said, contract, place):
+                    contract.update(rewrite(self, keyword, value, place, contract))
+        self.bound(contract, at)
+        return contract
+
+    def applies(self, speaks_of: str, said: JsonObject, contract: JsonObject, at: _Place) -> bool:
+        """Tell whether a keyword counts beside the others: most speak of some types only."""
+        types, counts = _types_of(contract), speaks_of in ("", "alone")
+        if speaks_of == "alone" and len(said.keys() - _TITLES) > 1:
+            at.refuse("only annotations may stand beside it")
+        if types and not counts and not {*types} & {*speaks_of.split()}:
+            self.note(at, "dropped", "it speaks of a type that the node has not")
+            return False
+        return counts or "type" in contract or at.refuse("needs type beside it")
+
+    def bound(self, contract: JsonObject, at: _Place) -> None:
+        """Add the bounds without which no contract is sound."""
+        types = _type_names(contract)
+        for name, least, most, enough in (
+            ("string", "minLength", "maxLength", _BOUNDED_TEXT),
+            ("array", "minItems", "maxItems", {"maxItems"}),
+        ):
+            if name in types and not contract.keys() & enough:
+                contract[most] = self.caps[most]
+                self.note(at, "narrowed", f"{most} {contract[most]} added")
+            if contract.get(least, 0) > contract.get(most, MAX_SAFE_INTEGER):
+                at.below(least).refuse(f"exceeds {most} {contract[most]}; nothing could pass")
+
+        if "object" in types:
+            self.close(contract, at)
+        if not _types_of(contract):
+            at.refuse("says nothing; needs type, enum or const")
+
+    def close(self, contract: JsonObject, at: _Place) -> None:
+        """Close an object; where it lists no properties it is a map, but at the root."""
+        extra = contract.get("additionalProperties")    # where nothing is said, any field may be
+        if extra is not False:
+            if not at.is_root and not contract.get("properties"):
+                at.refuse("a free-form map; list its properties, or make it an array of pairs")
+            self.note(at if extra is None else at.below("additionalProperties"),
+                      "narrowed", "additionalProperties is false")
+        elif "properties" not in contract:
+            self.note(at, "rewritten", "properties {} added")
+
+        contract.update(properties=contract.get("properties", {}), additionalProperties=False)
+        if not {*contract.get("required", ())} <= contract["properties"].keys():
+            at.below("required").refuse("names what is not among properties")
+
+    def inline(self, keyword: str, value: str, at: _Place, contract: JsonObject) -> JsonObject:
+        tokens = tokens_of(unquote(value[1:]))  # RFC 6901, section 6: percent signs first, then ~
+        found = self.document
+        for token in tokens:
+            pairs = [*found.items()] if type(found) is dict else (
+                [(str(index), item) for index, item in enumerate(found)]
+                if type(found) is list else [])
+            self.plain([""] * (len(pairs) // 16), at, "names")  # looking is cheap, but not free
+            # Compared, not looked up: a stranger's name could bring a hash of its own.
+            found = next(
+                (inner for name, inner in pairs if type(name) is str and name == token), None)
+
+        if found is None or tokens in at.inlining:
+            at.refuse("leads nowhere" if found is None else
+                      "is recursive; write out as many levels as the tool needs")
+        self.note(at, "rewritten", "what it names is inlined")
+        return self.node(found, _Place(tokens, at.levels, at.is_root, (*at.inlining, tokens)))
+
+    def unite(self, keyword: str, value: Any, at: _Place, contract: JsonObject) -> JsonObject:
+        if type(value) is not list or not value or (keyword == "allOf" and len(value) > 1):
+            at.refuse("must be a list of schemas, allOf of one; write one schema")
+        self.note(at, "rewritten", "its schemas are one node")
+        branches = [self.node(branch, at.below(index, at.is_root))
+                    for index, branch in enumerate(value)]
+        return branches[0] if len(branches) == 1 else self.union(branches, at)
+
+    def union(self, branches: list[JsonObject], at: _Place) -> JsonObject:
+        """Write a union as one node: options, or types that do not overlap, each with its null."""
+        options = [*map(_passing_options_of, branches)]
+        others = [branch for branch, own in zip(branches, options, strict=True) if own != [None]]
+        for index, branch in enumerate(branches):
+            if branch.keys() & _TITLES and others != [branch]:
+                self.note(at.below(index), "dropped", "one node has one title and description")
+
+        # Each keyword speaks of one type, so nodes of different types can stand in one.
+        united = {keyword: said for branch in others for keyword, said in branch.items()
+                  if len(others) == 1 or keyword not in _TITLES}
+        if all(map(_options_of, branches)):
+            united = {**{keyword: united[keyword] for keyword in _TITLES if keyword in united},
+                      "enum": self.plain([*itertools.chain(*options)], at, "options")}
+            parts = [*map(canonical_json, united["enum"])]
+        else:
+            united["type"] = [name for branch in branches for name in _types_of(branch)]
+            parts = [name.replace("integer", "number") for name in united["type"]]
+        if len({*parts}) < len(parts) or ("type" in united and any(map(_options_of, others))):
+            at.refuse("overlaps: each type, or else each option, may stand in one of its schemas")
+        return united
+
+    def keep(self, keyword: str, value: Any, at: _Place, contract: JsonObject) -> JsonObject:
+        return {keyword: value}
+
+    def loosen(self, keyword: str, value: Any, at: _Place, contract: JsonObject) -> JsonObject:
+        if value is False or same_json(0, value):
+            return self.note(at, "rewritten", "every value passes it")
+        return self.note(at, "loosened", f"{keyword} is not enforced; check it in the tool's rules")
+
+    def keep_most(self, keyword: str, value: Any, at: _Place, contract: JsonObject) -> JsonObject:
+        most = self.caps[keyword]
+        if not _SHAPES["number"].problems(value) and value > most:
+            return {**self.note(at, "narrowed", f"{most} is the most"), keyword: most}
+        return {keyword: self.plain(value, at, "count")}
+
+    def keep_limit(self, keyword: str, value: Any, at: _Place, contract: JsonObject) -> JsonObject:
+        # Generators write the ends of their own number types, which this domain cannot spell.
+        if not _SHAPES["number"].problems(value) and all(map(
+                _BOUNDS[keyword](value, int), (-MAX_SAFE_INTEGER, MAX_SAFE_INTEGER))):
+            return self.note(at, "rewritten", "every number passes it")
+        return {keyword: self.plain(value, at, "number")}
+
+    def keep_items(self, keyword: str, value: Any, at: _Place, contract: JsonObject) -> JsonObject:
+        return self.note(at, "rewritten", "items that say nothing need not be said") if same_json(
+            {}, value) else {keyword: self.node(value, at._replace(is_root=False))}
+
+    def keep_prose(self, keyword: str, value: str, at: _Place, contract: JsonObject) -> JsonObject:
+        if len(value) > MAX_PROSE:
+            self.note(at, "dropped", f"what is beyond {MAX_PROSE} characters")
+        return {keyword: value[:MAX_PROSE]}
+
+    def add_null(self, keyword: str, value: bool, at: _Place, contract: JsonObject) -> JsonObject:
+        # As OpenAPI 3.0 reads it: an enum beside it accepts null only where it lists null.
+        self.note(at, "rewritten", "type says whether null is accepted")
+        return {"type": [*dict.fromkeys([*_type_names(contract), "null"])]} if value else {}
+
+
+# What a value is held against once it is copied.
+_SHAPES: Final = {name: Contract(schema) for name, schema in {
+    "anything": {}, "boolean": {"type": "boolean"}, "text": {"type": "string"},
+    "reference": {"type": "string", "pattern": "#(/.*)?"},
+    "types": _SCHEMA_KEYWORDS["type"], "options": _SCHEMA_KEYWORDS["enum"],
+    "names": _SCHEMA_KEYWORDS["required"], "count": _SCHEMA_KEYWORDS["minLength"],
+    "number": _SCHEMA_KEYWORDS["minimum"], "openness": {"enum": [True, False, {}]},
+}.items()}
+
+# What becomes of each keyword, in the order of rewriting: the types it speaks of (none: of every
+# type), the shape of what it says (none: the rewriting sees to that), and what rewrites it.
+# Annotations are dropped; any other keyword is refused.
+_Rewriting = Callable[[_Adapter, str, Any, _Place, JsonObject], JsonObject]
+_REWRITINGS: Final[dict[str, tuple[str, str, _Rewriting]]] = {
+    "$ref": ("alone", "reference", _Adapter.inline),        # the node that it names
+    "allOf": ("alone", "", _Adapter.unite),                 # its one schema
+    "anyOf": ("alone", "", _Adapter.unite),                 # one node: options, or several types
+    "oneOf": ("alone", "", _Adapter.unite),
+    "type": ("", "types", _Adapter.keep),
+    "const": ("", "anything", _Adapter.keep),
+    "enum": ("", "options", _Adapter.keep),
+    "nullable": (" ".join(_TYPES), "boolean", _Adapter.add_null),
+    "minLength": ("string", "count", _Adapter.keep),
+    "maxLength": ("string", "", _Adapter.keep_most),        # itself, or the cap
+    "pattern": ("string", "text", lambda run, *said: (      # itself, or loosened
+        run.keep if is_sound_pattern(said[1]) else run.loosen)(*said)),
+    "format": ("string integer number", "text", lambda run, keyword, value, at, contract: (
+        run.keep if value in _FORMATS and "string" in _type_names(contract) else run.loosen
+    )(keyword, value, at, contract)),                       # numbers have theirs, such as `int32`
+    "minimum": ("integer number", "", _Adapter.keep_limit),     # itself, or nothing
+    "maximum": ("integer number", "", _Adapter.keep_limit),
+    "exclusiveMinimum": ("integer number", "", _Adapter.keep_limit),
+    "exclusiveMaximum": ("integer number", "", _Adapter.keep_limit),
+    "multipleOf": ("integer number", "", _Adapter.loosen),
+    "minItems": ("array", "count", _Adapter.keep),
+    "maxItems": ("array", "", _Adapter.keep_most),
+    "uniqueItems": ("array", "", _Adapter.loosen),
+    "items": ("array", "", _Adapter.keep_items),
+    "properties": ("object", "", lambda run, keyword, value, at, _: {keyword: {
+        name: run.node(inner, at.below(name)) for name, inner in run.members(value, at).items()}}),
+    "required": ("object", "names", _Adapter.keep),
+    "minProperties": ("object", "", _Adapter.loosen),
+    "additionalProperties": ("object", "openness", _Adapter.keep),      # false in the end
+    "title": ("", "text", _Adapter.keep_prose),             # last, so that they override what is
+    "description": ("", "text", _Adapter.keep_prose),       # inlined
+}
+
+
+def adapt_schema(
+    schema: object, *, max_length: int = 8192, max_items: int = 100
+) -> tuple[JsonObject, list[Problem]]:
+    """Turn a foreign JSON Schema (2020-12) into a contract, and list every change once.
+
+    A change is a `Problem` whose path is a JSON Pointer (RFC 6901) into the given schema and whose
+    rule is `narrowed` (the contract refuses what the schema accepts), `rewritten` (it accepts the
+    same), `dropped` (what says nothing about values) or `loosened` (it accepts what the schema
+    refuses: check that elsewhere). Read those that are narrowed and loosened. `max_length` counts
+    code points, `max_items` items: both bound what is given unbounded or larger. Names are not
+    judged here but when a tool is registered.
+
+    Raises `ContractError`, with keyword and pointer, for what can be turned into no contract:
+    unions that overlap, free-form maps, recursive or remote `$ref`, and every keyword that is not
+    in the table above.
+
+    >>> contract, changes = adapt_schema({"type": "object", "properties": {
+    ...     "q": {"anyOf": [{"type": "string", "maxLength": 9}, {"type": "null"}], "default": 7}}})
+    >>> contract["properties"]["q"]
+    {'type': ['string', 'null'], 'maxLength': 9}
+    >>> [(change.path, change.rule) for change in changes]     # doctest: +NORMALIZE_WHITESPACE
+    [('/properties/q/default', 'dropped'), ('/properties/q/anyOf', 'rewritten'), ('', 'narrowed')]
+    """
+    run = _Adapter(schema, maxLength=max_length, maxItems=max_items)
+    return require_schema(run.node(schema, _Place((), 1, is_root=True))), [*run.changes]
+
+# ===== 4. The error catalog =======================================================================
+# Every error that a model can see is one row. Nothing of it is free text, so all of it is
+# recomputed when a result is validated.
 
 
 class ErrorPolicy(NamedTuple):
     """One row: how an ending is classified and what may be done about it.
 
-    `outcome` speaks of effects: `not_started` says that this call began none, and nothing of earlier calls.
-    `retry_after_ms` is in milliseconds.
+    `outcome` speaks of effects: `not_started` says that this call began none, and nothing of
+    earlier calls. `retry_after_ms` is in milliseconds. `met_by` names the kinds of call that can
+    end so: `unknown` tool, `unread` (its arguments were not accepted), `read`, `keyless` (a write
+    without key), `write`, `consented` (a write that needs consent).
     """
 
     code: str
@@ -703,6 +1323,7 @@ class ErrorPolicy(NamedTuple):
     outcome: str
     recovery: str
     retry_after_ms: int | None
+    met_by: tuple[str, ...]
     safe_message: str
 
     @property
@@ -710,37 +1331,49 @@ class ErrorPolicy(NamedTuple):
         return {"committed": "succeeded", "unknown": "unknown"}.get(self.outcome, "failed")
 
 
-SUCCESS: Final = ErrorPolicy("OK", "", "committed", "none", None, "")     # no error, so nothing to say
+_ANY_CALL: Final = ("unknown", "unread", "read", "keyless", "write")
+_ANY_READABLE: Final = ("read", "keyless", "write")
+_ANY_RUNNABLE: Final = ("read", "write")
+
+SUCCESS: Final = ErrorPolicy("OK", "", "committed", "none", None, _ANY_RUNNABLE, "")
 ERROR_CATALOG: Final[Mapping[str, ErrorPolicy]] = MappingProxyType({row[0]: ErrorPolicy(*row) for row in (
-    ("UNKNOWN_TOOL", "contract", "not_started", "correct_input", None,
+    ("UNKNOWN_TOOL", "contract", "not_started", "correct_input", None, ("unknown",),
      "No tool of this name is available."),
-    ("INVALID_ARGUMENTS", "contract", "not_started", "correct_input", None,
-     "The arguments do not satisfy the tool's input contract."),
-    ("CALL_ID_CONFLICT", "conflict", "not_started", "human_review", None,
+    ("INVALID_ARGUMENTS", "contract", "not_started", "correct_input", None, ("unread",),
+     "The arguments do not satisfy the tool's input contract, or the call was cut off."),
+    ("CALL_ID_CONFLICT", "conflict", "not_started", "human_review", None, _ANY_CALL,
      "This call was already bound to another request; an earlier result of this call stands."),
-    ("NOT_FOUND", "authorization", "not_started", "none", None,
+    ("BUDGET_EXHAUSTED", "budget", "not_started", "stop", None, _ANY_CALL,
+     "This run has used up what it was allowed; it ends here."),
+    ("NOT_FOUND", "authorization", "not_started", "none", None, _ANY_READABLE,
      "Nothing is available under this reference."),
-    ("IDEMPOTENCY_KEY_REQUIRED", "contract", "not_started", "human_review", None,
+    ("IDEMPOTENCY_KEY_REQUIRED", "contract", "not_started", "human_review", None, ("keyless",),
      "The host supplied no idempotency key for this write."),
-    ("IDEMPOTENCY_CONFLICT", "conflict", "not_started", "human_review", None,
+    ("IDEMPOTENCY_CONFLICT", "conflict", "not_started", "human_review", None, ("write",),
      "The idempotency key already belongs to another request."),
-    ("BUSINESS_RULE_VIOLATION", "business", "not_started", "human_review", None,
+    ("BUSINESS_RULE_VIOLATION", "business", "not_started", "human_review", None, _ANY_RUNNABLE,
      "The current business state does not permit this action."),
-    ("APPROVAL_REQUIRED", "approval", "not_started", "request_approval", None,
+    ("APPROVAL_REQUIRED", "approval", "not_started", "request_approval", None, ("consented",),
      "This write needs a human approval."),
-    ("APPROVAL_INVALID", "approval", "not_started", "request_approval", None,
+    ("APPROVAL_INVALID", "approval", "not_started", "request_approval", None, ("consented",),
      "The approval does not cover this exact call."),
-    ("TIMEOUT_BEFORE_EXECUTE", "execution", "not_started", "retry_after", 1000,
+    ("APPROVAL_REJECTED", "approval", "not_started", "none", None, _ANY_RUNNABLE,
+     "A person declined this action."),
+    ("CALL_CANCELLED", "execution", "not_started", "none", None, _ANY_RUNNABLE,
+     "This call was cancelled before it began."),
+    ("TIMEOUT_BEFORE_EXECUTE", "execution", "not_started", "retry_after", 1000, _ANY_RUNNABLE,
      "The deadline passed before the action began; it may be tried again later."),
-    ("RATE_LIMIT", "dependency", "not_started", "retry_after", 1000,
+    ("RATE_LIMIT", "dependency", "not_started", "retry_after", 1000, _ANY_RUNNABLE,
      "The service is limiting requests; the call may be tried again later."),
-    ("TOOL_ERROR", "execution", "not_started", "human_review", None,
+    ("TOOL_ERROR", "execution", "not_started", "human_review", None, _ANY_READABLE,
      "The tool could not carry out the call."),
-    ("OUTCOME_UNKNOWN", "execution", "unknown", "query_status", None,
+    ("OUTCOME_UNKNOWN", "execution", "unknown", "query_status", None, ("write",),
      "Whether the action took effect is not known; its status must be queried."),
-    ("OUTPUT_CONTRACT_VIOLATION", "execution", "unknown", "human_review", None,
+    ("NOT_EXECUTED", "execution", "not_started", "retry_after", 1000, ("write",),
+     "The action did not take effect and no longer will; it may be tried again later."),
+    ("OUTPUT_CONTRACT_VIOLATION", "execution", "unknown", "human_review", None, _ANY_RUNNABLE,
      "The tool's answer did not satisfy its output contract."),
-    ("STATUS_CONFLICT", "conflict", "unknown", "human_review", None,
+    ("STATUS_CONFLICT", "conflict", "unknown", "human_review", None, _ANY_READABLE,
      "The status evidence does not belong to this operation."),
 )})
 
@@ -751,46 +1384,78 @@ def policy_of(code: str) -> ErrorPolicy:
 
 
 class Refused(Exception):
-    """A gate's answer: a catalog code, and the status reference that an unknown outcome is queried with."""
+    """A gate's answer: a catalog code, and the status reference that an open outcome is found by.
 
-    def __init__(self, code: str, status_ref: str | None = None) -> None:
+    `gate` is set where an author's callable led to it, with the exception in `error` or what was
+    wrong with its answer in `problems`: what the host's `on_fault` is told and no package tells.
+    """
+
+    def __init__(
+        self, code: str, status_ref: str | None = None, *,
+        retry_after_ms: int | None = None, gate: str = "", problems: Iterable[Problem] = (),
+    ) -> None:
         self.code = ERROR_CATALOG[code].code  # a `KeyError` for a code that nobody classified
         self.status_ref = status_ref
-        self.foreign = False  # set where somebody other than a gate raised it
+        self.retry_after_ms = retry_after_ms
+        self.gate = gate
+        self.problems = tuple(problems)
+        self.error: Exception | None = None
+        self.is_foreign = False  # set where somebody other than a gate raised it
 
 
-# ===== 5. Who asks and what was proposed ============================================================
-# The host's values check themselves when they are made: one that exists is well formed (invariant 3).
+# ===== 5. Who asks and what was proposed ==========================================================
+# The host's values check themselves when they are made: one that exists is well formed
+# (invariant 3).
 
 
 class HostContextError(ValueError):
-    """Something that only the host can have caused; raised before any state changes."""
+    """Something that only the host can have caused; raised before any state changes.
+
+    The text names the field and the rule, never the value.
+    """
 
 
-def _require_host(holds: bool, what: str) -> None:
+def _require_host(holds: bool, field: str, rule: str) -> None:
     if not holds:
-        raise HostContextError(f"{what} is malformed")
+        raise HostContextError(f"{field} must be {rule}")
+
+
+_IDENTIFIER_RULE = "1 to 255 printable ASCII characters without space"
+
+
+def _require_identifiers(**fields: object) -> None:
+    for name, value in fields.items():
+        _require_host(is_identifier(value), name, _IDENTIFIER_RULE)
+
+
+def _require_instants(**fields: object) -> None:
+    for name, value in fields.items():
+        _require_host(is_instant(value), name, f"whole seconds since the epoch, 0 to {MAX_INSTANT}")
+
+
+def _require_count(field: str, value: object, least: int, most: int = MAX_SAFE_INTEGER) -> None:
+    _require_host(is_within(value, least, most), field, f"an integer from {least} to {most}")
 
 
 @dataclass(frozen=True)
 class Principal:
-    """Who asks: tenant and subject are identifiers, roles a sorted tuple of at most 32 different ones."""
+    """Who asks: tenant and subject are identifiers, roles a sorted tuple of at most 32 of them."""
 
     tenant_id: str
     subject_id: str
     roles: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        _require_host(is_identifier(self.tenant_id) and is_identifier(self.subject_id), "principal")
-        _require_host(type(self.roles) is tuple and len(self.roles) <= MAX_ROLES, "roles")
-        _require_host(all(map(is_identifier, self.roles)) and sorted({*self.roles}) == [*self.roles], "roles")
+        _require_identifiers(tenant_id=self.tenant_id, subject_id=self.subject_id)
+        sound = type(self.roles) is tuple and len(self.roles) <= MAX_ROLES and (
+            all(map(is_identifier, self.roles)) and sorted({*self.roles}) == [*self.roles])
+        _require_host(sound, "roles", f"a sorted tuple of at most {MAX_ROLES} different identifiers")
 
-    @once
+    @cached_property
     def ref(self) -> str:
         """The digest that stands for this principal in an audit: short, but no pseudonym."""
         return "sha256:" + digest(
-            {"kind": "principal", "tenant_id": self.tenant_id, "subject_id": self.subject_id}
-        )
+            {"kind": "principal", "tenant_id": self.tenant_id, "subject_id": self.subject_id})
 
 
 class ModelProposal(NamedTuple):
@@ -809,26 +1474,28 @@ class ProviderProfile:
     adapter_revision: str
 
 
-PROFILES: Final[Mapping[str, ProviderProfile]] = MappingProxyType({profile.provider: profile for profile in (
-    ProviderProfile("openai", "responses", "openai-responses-v1"),
-    ProviderProfile("anthropic", "messages", "anthropic-messages-v1"),
-    ProviderProfile("google", "interactions", "gemini-interactions-v1"),
+PROFILES: Final[Mapping[str, ProviderProfile]] = MappingProxyType({row[0]: ProviderProfile(*row) for row in (
+    ("openai", "responses", "openai-responses-v1"),
+    ("anthropic", "messages", "anthropic-messages-v1"),
+    ("google", "interactions", "gemini-interactions-v1"),
+    ("openai-chat", "chat-completions", "openai-chat-v1"),
 )})
 
 
 def is_registered(profile: object) -> bool:
     """Tell whether `profile` is one of `PROFILES`."""
-    return type(profile) is ProviderProfile and all(map(is_identifier, vars(profile).values())) and (
-        profile in PROFILES.values())
+    return any(profile is known for known in PROFILES.values()) or (
+        type(profile) is ProviderProfile and all(map(is_identifier, vars(profile).values()))
+        and profile in PROFILES.values())
 
 
 @dataclass(frozen=True)
 class ExecutionContext:
     """What the host says about one call.
 
-    `response_id` and `call_id` correlate it with the provider. `operation_id` and `idempotency_key` name the
-    business operation: a key survives retries and is never made from a call id (the IETF Idempotency-Key
-    draft, section 2). Raises `HostContextError`.
+    `response_id` and `call_id` correlate it with the provider. `operation_id` and
+    `idempotency_key` name the business operation: a key survives retries and is never made from a
+    call id (the IETF Idempotency-Key draft, section 2). Raises `HostContextError`.
     """
 
     profile: ProviderProfile
@@ -838,9 +1505,11 @@ class ExecutionContext:
     idempotency_key: str | None
 
     def __post_init__(self) -> None:
-        _require_host(is_registered(self.profile), "profile")
-        _require_host(all(map(is_identifier, (self.response_id, self.call_id, self.operation_id))), "context")
-        _require_host(self.idempotency_key is None or is_identifier(self.idempotency_key), "idempotency key")
+        _require_host(is_registered(self.profile), "profile", "one of PROFILES")
+        _require_identifiers(
+            response_id=self.response_id, call_id=self.call_id, operation_id=self.operation_id)
+        if self.idempotency_key is not None:
+            _require_identifiers(idempotency_key=self.idempotency_key)
 
 
 class Malformed(NamedTuple):
@@ -851,9 +1520,8 @@ class Malformed(NamedTuple):
 
 
 def malformed(reason: str, given: object = None) -> Malformed:
-    """Describe unreadable arguments by the digest of the provider's text, or of an object's canonical form.
-
-    Where there is neither, the reason is digested.
+    """Describe unreadable arguments by the digest of the provider's text, or of an object's
+    canonical form. Where there is neither, the reason is digested.
     """
     text = given if type(given) is str else canonical_json(reason)
     if type(given) is dict:
@@ -864,7 +1532,8 @@ def malformed(reason: str, given: object = None) -> Malformed:
 
 def _fixed_arguments(arguments: object) -> str | Malformed:
     if type(arguments) is Malformed:  # an inbound adapter could not read them
-        _require_host(is_identifier(arguments.reason) and is_digest(arguments.sha256), "malformed arguments")
+        sound = is_identifier(arguments.reason) and is_digest(arguments.sha256)
+        _require_host(sound, "malformed arguments", "a word and a SHA-256 in lowercase hex")
         return arguments
     try:
         text = canonical_json(plain_json(arguments))
@@ -877,8 +1546,8 @@ def _fixed_arguments(arguments: object) -> str | Malformed:
 class ToolCall:
     """A proposal fixed for good under a context; `bind_tool_call` makes it.
 
-    `arguments` is canonical JSON text. Whoever needs a value decodes a copy of their own, so what was
-    validated, authorized, approved and executed is one text. The proposal itself is not kept.
+    `arguments` is canonical JSON text. Whoever needs a value decodes a copy of their own, so what
+    was validated, authorized, approved and executed is one text. The proposal itself is not kept.
     """
 
     proposal: InitVar[ModelProposal]
@@ -887,32 +1556,32 @@ class ToolCall:
     arguments: str | Malformed = field(init=False)
 
     def __post_init__(self, proposal: ModelProposal) -> None:
-        _require_host(type(proposal) is ModelProposal, "proposal")
-        _require_host(type(self.context) is ExecutionContext, "context")
+        _require_host(type(proposal) is ModelProposal, "proposal", "a ModelProposal")
+        _require_host(type(self.context) is ExecutionContext, "context", "an ExecutionContext")
         name = proposal.name if is_identifier(proposal.name) else MALFORMED_NAME
         object.__setattr__(self, "name", name)
         object.__setattr__(self, "arguments", _fixed_arguments(proposal.arguments))
 
 
 def bind_tool_call(proposal: ModelProposal, context: ExecutionContext) -> ToolCall:
-    """Fix a proposal under the host's context (OWASP LLM01: model output is input, and untrusted).
+    """Fix a proposal under the host's context (OWASP LLM01: model output is untrusted input).
 
-    Whatever the proposal holds, the answer is a `ToolCall`: unreadable arguments become `Malformed`, a name
-    that is no identifier becomes the literal `(malformed)`. Raises `HostContextError` for anything but a
-    `ModelProposal` and an `ExecutionContext`.
+    Whatever the proposal holds, the answer is a `ToolCall`: unreadable arguments become
+    `Malformed`, a name that is no identifier becomes the literal `(malformed)`. Raises
+    `HostContextError` for anything but a `ModelProposal` and an `ExecutionContext`.
     """
     return ToolCall(proposal, context)
 
 
-# ===== 6. Tools =====================================================================================
-# What a tool's author writes. The author is trusted to be honest, not to be right: every answer is judged,
-# every exception is caught at the call that raised it, and no text of either reaches a package. Answers have
-# slots, so that reading a field runs nothing of the author's.
+# ===== 6. Tools ===================================================================================
+# What a tool's author writes. The author is trusted to be honest, not to be right: every answer is
+# judged, every exception is caught at the call that raised it, and no text of either reaches a
+# package. Answers are NamedTuples: complete by construction.
 
 
 @dataclass(frozen=True)
 class Revisions:
-    """The labels under which an author publishes the parts of a tool: promises; the digest is evidence."""
+    """The labels under which an author publishes a tool's parts: promises; digests are evidence."""
 
     input_schema: str
     output_schema: str
@@ -922,9 +1591,8 @@ class Revisions:
     policy: str
 
 
-@dataclass(frozen=True, slots=True)
-class Resource:
-    """What a principal may reach: its current revision, and whether its business state permits the action."""
+class Resource(NamedTuple):
+    """What a principal may reach: its revision, and whether its business state permits the action."""
 
     revision: str
     permits: bool
@@ -933,8 +1601,10 @@ class Resource:
 class Command(NamedTuple):
     """The one immutable order that a handler gets. `now` and `deadline` are seconds since the epoch.
 
-    `arguments` is a copy of the handler's own. `expected_revision` is the resource revision that was
-    authorized: a downstream that compares it as it writes closes the gap between check and use.
+    `arguments` is a copy of the handler's own. `expected_revision` is the resource revision that
+    was authorized: a downstream that compares it as it writes closes the gap between check and
+    use. `attempt` names this very attempt, so that a downstream can refuse it for good; `None` for
+    a read.
     """
 
     principal: Principal
@@ -947,23 +1617,26 @@ class Command(NamedTuple):
     expected_revision: str
     now: int
     deadline: int | None
+    attempt: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class HandlerResult:
-    """What a handler answers; judged by `validate_output`. A write carries a receipt id, a read `None`."""
+class HandlerResult(NamedTuple):
+    """What a handler answers; judged by `validate_output`.
+
+    A write carries all fields. A read has no receipt id and may have neither a request id nor a
+    resource revision.
+    """
 
     data: Any
     producer_revision: str
-    resource_revision: str
+    resource_revision: str | None
     observed_at: str
-    request_id: str
+    request_id: str | None
     receipt_id: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class Receipt:
-    """What a downstream remembers of an effect: which operation, which request, which effect, what result."""
+class Receipt(NamedTuple):
+    """What a downstream remembers of an effect: which operation, request, effect, and result."""
 
     status_ref: str
     request_sha256: str
@@ -971,48 +1644,87 @@ class Receipt:
     result: HandlerResult
 
 
-def _fields(value: Any) -> JsonObject:
-    """Return the fields of a value with slots; one that was never set is `None`."""
-    return {name: getattr(value, name, None) for name in type(value).__slots__}
+class NoEffect(NamedTuple):
+    """A downstream's guarantee from `find_receipt`: this attempt had no effect and never will.
+
+    It has been fenced: if it arrived late, it would be refused. "I know of none yet" is `None`.
+    """
 
 
 class NotStarted(Exception):
-    """An author's proof that no effect began or will begin. Exactly this type counts, no subclass."""
+    """A handler's proof that no effect began or will begin. Exactly this type counts, no subclass.
+
+    `retry_after_ms`, 1 to 86,400,000 milliseconds, reaches the host where the code is RATE_LIMIT
+    or TIMEOUT_BEFORE_EXECUTE. Raises `ValueError` for a code that is no such proof.
+    """
 
     CODES: Final = ("RATE_LIMIT", "TIMEOUT_BEFORE_EXECUTE", "BUSINESS_RULE_VIOLATION", "TOOL_ERROR")
 
-    def __init__(self, code: str) -> None:
+    def __init__(self, code: str, retry_after_ms: int | None = None) -> None:
         if code not in self.CODES:
-            raise ValueError("this code is no proof that nothing began")
-        super().__init__(code)  # into `args`, also where the code was given by name
+            raise ValueError(f"the code of NotStarted must be one of {', '.join(self.CODES)}")
+        super().__init__(code, retry_after_ms)  # into `args`, also where they were given by name
 
     @property
     def code(self) -> str:
         return str(self.args[0])
 
 
-def _attempt(function: Callable[..., Any], *arguments: object) -> tuple[Any, Exception | None]:
-    """Run an author's callable and nothing else inside the `try`; return its answer or its exception."""
+def takes_retry_after(code: str) -> bool:
+    """Tell whether an author may say when to try again."""
+    return code in NotStarted.CODES and policy_of(code).recovery == "retry_after"
+
+
+def ask_author(refusal: Callable[[], Refused], function: Callable[..., T], *arguments: object) -> T:
+    """Run an author's callable, and nothing else inside the `try`; where it raises, raise `refusal()`.
+
+    The exception goes along with the refusal, for the host's eyes. An answer that is still to be
+    awaited or iterated is closed and counts as raised: nothing of it has happened.
+    """
     try:
-        return function(*arguments), None
+        answer = function(*arguments)
+        if hasattr(answer, "__await__") or hasattr(answer, "__next__") or hasattr(answer, "__anext__"):
+            getattr(answer, "close", bool)()
+            raise TypeError("the answer is a coroutine or a generator")
+        return answer
     except Exception as error:
-        return None, error
+        raised = refusal()
+        raised.error = error
+    raise raised
 
 
-def _proven_code(error: Exception | None) -> str | None:
-    """Return the code of a genuine `NotStarted`; any other exception, `Refused` included, proves nothing."""
-    code = error.args[0] if type(error) is NotStarted and error.args else None
-    return code if type(code) is str and code in NotStarted.CODES else None
+def _proof_in(error: Exception | None) -> Refused | None:
+    """Return what a genuine `NotStarted` proves; any other exception, `Refused` too, is none."""
+    if type(error) is not NotStarted:
+        return None
+    code, retry_after_ms = (*error.args, None, None)[:2]  # whoever raised it may have changed them
+    if type(code) is not str or code not in NotStarted.CODES:
+        return None
+    if not (takes_retry_after(code) and is_within(retry_after_ms, 1, MAX_RETRY_AFTER_MS)):
+        retry_after_ms = None
+    return Refused(code, retry_after_ms=retry_after_ms)
+
+
+@functools.lru_cache(maxsize=64)
+def envelope_contract(writes: bool, producer: str) -> Contract:
+    """Return the contract of all that stands around the data in a tool's `HandlerResult`."""
+    reference = IDENTIFIER if writes else nullable(IDENTIFIER)
+    return Contract(open_object(
+        producer_revision={"const": producer}, observed_at=UTC_SECOND,
+        resource_revision=reference, request_id=reference,
+        receipt_id=IDENTIFIER if writes else {"type": "null"}))
 
 
 @dataclass(frozen=True)
 class ToolSpec:
-    """One tool: its contracts, its limits and its author's callables. Judged when a `Registry` takes it.
+    """One tool: its contracts, its limits and its author's callables. A `Registry` judges it.
 
-    `echoes` maps an output field to the input argument it must equal. `max_output_bytes` bounds the data's
-    canonical UTF-8, `max_output_depth` its nesting (a scalar is 0). `find_resource` answers `None` for what
-    is absent and for what is forbidden alike (invariant 4). `rules` says what a schema cannot; it is asked
-    again when a result is validated, so it must depend on the arguments alone.
+    `echoes` maps an output field to the input argument it must equal. `max_output_bytes` bounds
+    the data's canonical UTF-8, `max_output_depth` its nesting (a scalar is 0). `find_resource`
+    answers `None` for what is absent and for what is forbidden alike (invariant 4). `rules` says
+    what a schema cannot; it is asked again when a result is validated, so it must depend on the
+    arguments alone. `consent` says whose approval a write needs: `another` person's, the subject's
+    `own` or another's, or `none` for what is cheap to undo.
     """
 
     name: str
@@ -1027,146 +1739,217 @@ class ToolSpec:
     revisions: Revisions
     find_resource: Callable[[Principal, JsonObject], Resource | None]
     handler: Callable[[Command], HandlerResult]
-    find_receipt: Callable[[Command], Receipt | None] | None = None
+    find_receipt: Callable[[Command], Receipt | NoEffect | None] | None = None
     rules: Callable[[JsonObject], list[Problem]] | None = None
+    consent: Literal["another", "own", "none"] = "another"
+    exempt_names: tuple[str, ...] = ()
 
     @property
     def writes(self) -> bool:
         return self.risk == "write"
 
-    @once
+    # Computed once, by the registry, from the copies that it made.
+
+    @cached_property
+    def input_contract(self) -> Contract:
+        return self._compile("input", self.input_schema)
+
+    @cached_property
+    def output_contract(self) -> Contract:
+        return self._compile("output", self.output_schema)
+
+    def _compile(self, role: Literal["input", "output"], schema: JsonObject) -> Contract:
+        try:
+            return require_contract(schema, role=role, exempt_names=self.exempt_names)
+        except ContractError as error:
+            raise ContractError(f"tool {self.name}, {role}: {error}") from None
+
+    @cached_property
     def contract(self) -> JsonObject:
-        """The tool contract as an audit shows it; its digest follows the schemas, whatever the labels say."""
+        """The tool contract as an audit shows it; its digest follows whatever is enforced."""
         contract_sha256 = digest({
-            "kind": "tool-contract", "name": self.name, "risk": self.risk, "echoes": dict(self.echoes),
+            "kind": "tool-contract", "name": self.name, "risk": self.risk, "consent": self.consent,
+            "exempt_names": [*self.exempt_names], "echoes": dict(self.echoes),
             "input_schema": self.input_schema, "output_schema": self.output_schema,
             "max_output_bytes": self.max_output_bytes, "max_output_depth": self.max_output_depth,
             "producer_label": self.producer_label,
         })
         return {"name": self.name, **vars(self.revisions), "contract_sha256": contract_sha256}
 
-    @once
-    def result_contract(self) -> JsonObject:
-        """The contract of a whole `HandlerResult` of this tool."""
-        return closed_object(
-            data=self.output_schema,
-            producer_revision={"const": self.revisions.producer},
-            resource_revision=IDENTIFIER,
-            observed_at=UTC_SECOND,
-            request_id=IDENTIFIER,
-            receipt_id=IDENTIFIER if self.writes else {"type": "null"},
-        )
-
 
 _REVISION_NAMES: Final = tuple(Revisions.__dataclass_fields__)
-_UNREGISTERED_CONTRACT: Final = dict.fromkeys(("name", *_REVISION_NAMES, "contract_sha256"), UNREGISTERED)
-_SPEC_CONTRACT: Final = closed_object(
-    name={"type": "string", "maxLength": 64, "pattern": r"^[a-z][a-z0-9_]*$"},
-    description={"type": "string", "minLength": 1, "maxLength": 1024},
+_UNREGISTERED_CONTRACT: Final = dict.fromkeys(  # what an audit shows of a tool that does not exist
+    ("name", *_REVISION_NAMES, "contract_sha256"), "unregistered")
+_DESCRIPTION: Final[dict[str, JsonObject]] = dict(
+    name={"type": "string", "maxLength": 64, "pattern": r"^[A-Za-z][A-Za-z0-9_-]*$"},
+    description={"type": "string", "minLength": 1, "maxLength": MAX_PROSE},
     risk={"enum": ["read", "write"]},
+    consent={"enum": ["another", "own", "none"]},
     max_output_bytes={"type": "integer", "minimum": 1, "maximum": MAX_OUTPUT_BYTES},
     max_output_depth={"type": "integer", "minimum": 0, "maximum": MAX_OUTPUT_LEVELS},
     producer_label=IDENTIFIER,
     revisions=closed_object(**dict.fromkeys(_REVISION_NAMES, IDENTIFIER)),
 )
+_SPEC_CONTRACT: Final = Contract(closed_object(**_DESCRIPTION))
 
 
-def _require_callables(spec: ToolSpec) -> None:
-    given = [spec.find_resource, spec.handler, *(f for f in (spec.find_receipt, spec.rules) if f is not None)]
-    if not all(map(callable, given)):
-        raise ContractError(f"tool {spec.name}: find_resource, handler, find_receipt and rules are callables")
-    if (spec.find_receipt is not None) != spec.writes:
-        raise ContractError(f"tool {spec.name}: a write needs find_receipt, a read has none")
+def _require_author(tool: str, *rules: tuple[bool, str]) -> None:
+    """Raise `ContractError` with the first rule that does not hold."""
+    for holds, rule in rules:
+        if not holds:
+            raise ContractError(f"tool {tool}: {rule}")
+
+
+# The marks of a function whose call runs nothing yet.
+_BEGINS_ONLY: Final = inspect.CO_COROUTINE | inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
+
+
+def _is_plain_function(function: Any) -> bool:
+    """Tell whether calling this does something, and does not only begin it."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    # A function and a method have code; any other object is called by its type's `__call__`.
+    called = function if hasattr(function, "__code__") else type(function).__call__
+    flags = getattr(getattr(called, "__code__", None), "co_flags", 0)
+    return callable(function) and not flags & _BEGINS_ONLY
+
+
+def _require_sound_tool(spec: ToolSpec) -> None:
+    """Judge everything of a tool but its schemas."""
+    if type(spec) is not ToolSpec or type(spec.revisions) is not Revisions:
+        raise ContractError("a registry takes ToolSpec with Revisions")
+    described = {name: getattr(spec, name) for name in _DESCRIPTION}
+    for problem in _SPEC_CONTRACT.problems({**described, "revisions": vars(spec.revisions)}):
+        raise ContractError(f"tool {spec.name!r} at {problem.path}: {problem.message}")
+
+    exempt, optional = spec.exempt_names, {"find_receipt": spec.find_receipt, "rules": spec.rules}
+    callables: dict[str, object] = {"find_resource": spec.find_resource, "handler": spec.handler}
+    callables |= {name: given for name, given in optional.items() if given is not None}
+    _require_author(
+        spec.name,
+        (is_portable(spec.description), "description holds a lone surrogate"),
+        (spec.writes or spec.consent == "another", "consent is for writes"),
+        (type(exempt) is tuple and all(
+            type(name) is str and is_portable(name) for name in exempt),
+         "exempt_names must be a tuple of field names"),
+        (isinstance(spec.echoes, Mapping), "echoes must map output fields to arguments"),
+        ((spec.find_receipt is not None) == spec.writes, "a write needs find_receipt, a read has none"),
+        *((_is_plain_function(function),
+           f"{name} must be a plain function (callable, not async, no generator); an asynchronous host"
+           " calls asyncio.to_thread(dispatcher.dispatch, ...)")
+          for name, function in callables.items()),
+    )
 
 
 def _registered(spec: ToolSpec) -> ToolSpec:
     """Return the registry's own copy of a sound tool."""
-    if type(spec) is not ToolSpec or type(spec.revisions) is not Revisions:
-        raise ContractError("a registry takes ToolSpec with Revisions")
-    if not isinstance(spec.echoes, Mapping):
-        raise ContractError("echoes map output fields to arguments")
-    described = {name: getattr(spec, name) for name in _SPEC_CONTRACT["properties"]}
-    for problem in validate(_SPEC_CONTRACT, {**described, "revisions": vars(spec.revisions)}):
-        raise ContractError(f"tool at {problem.path}: {problem.message}")
-    try:
-        _require_encodable(spec.description)
-    except JsonError as error:
-        raise ContractError(str(error)) from None
-    _require_callables(spec)
-    copy = replace(
-        spec, echoes=MappingProxyType(dict(spec.echoes)),
-        input_schema=require_schema(spec.input_schema, role="input"),
-        output_schema=require_schema(spec.output_schema, role="output"),
+    _require_sound_tool(spec)
+    contracts = {
+        "input_contract": spec._compile("input", spec.input_schema),
+        "output_contract": spec._compile("output", spec.output_schema),
+    }
+    arguments, data = (contract.schema for contract in contracts.values())
+    # What is compared must always be there. Lists, for a name may be anything, also unhashable.
+    always_given, always_told = [*arguments.get("required", ())], [*data.get("required", ())]
+    _require_author(
+        spec.name,
+        (arguments.get("type") == data.get("type") == "object", "arguments and data are objects"),
+        *((name in always_told and argument in always_given,
+           "an echo maps a required output field to a required argument")
+          for name, argument in spec.echoes.items()),
     )
-    if [copy.input_schema.get("type"), copy.output_schema.get("type")] != ["object", "object"]:
-        raise ContractError(f"tool {spec.name}: arguments and data are objects")
-    for pair in copy.echoes.items():
-        declared = copy.output_schema.get("properties", {}), copy.input_schema["properties"]
-        if not all(type(name) is str and name in names for name, names in zip(pair, declared, strict=True)):
-            raise ContractError(f"tool {spec.name}: an echo names a field that is not declared")
+    echoes = MappingProxyType(dict(spec.echoes))
+    copy = replace(spec, echoes=echoes, input_schema=arguments, output_schema=data)
+    vars(copy).update(contracts)  # where `cached_property` keeps what it would compute again
     return copy
 
 
 class Registry:
     """The exact allow-list of tools (invariant 1): immutable, with a copy of every schema.
 
-    Raises `ContractError` for a tool that is misdescribed, unbounded or named twice.
+    Raises `ContractError` for a tool that is misdescribed, unbounded or named twice. Names that
+    differ only in case, `-` or `_` are one: a model would mistake one for the other.
     """
 
     def __init__(self, specs: Iterable[ToolSpec]) -> None:
         tools: dict[str, ToolSpec] = {}
+        taken: set[str] = set()
         for spec in map(_registered, specs):
-            if spec.name in tools:
-                raise ContractError("two tools bear one name")
-            tools[spec.name] = spec
+            plain = re.sub("[-_]", "", spec.name).lower()
+            _require_author(spec.name, (plain not in taken, "another has this name, but for case, - and _"))
+            taken.add(plain)
+            # Its digest is computed here, while nobody else can hold the copy.
+            tools[spec.contract["name"]] = spec
         self._tools: Final = MappingProxyType(tools)
 
     def __iter__(self) -> Iterator[ToolSpec]:
-        return iter(self._tools.values())
+        """Yield copies: what is done to their schemas changes nothing that is enforced or shown."""
+        for spec in self._tools.values():
+            yield replace(
+                spec, input_schema=spec.input_contract.schema, output_schema=spec.output_contract.schema)
 
-    def find(self, name: str) -> ToolSpec | None:
+    def find(self, name: object) -> ToolSpec | None:
         """Return the tool of exactly this name; nothing is imported, evaluated or guessed."""
-        return self._tools.get(name)
+        return self._tools.get(name) if type(name) is str else None
 
 
-# ===== 7. One invocation and its digests ============================================================
-# Each digest document but the result's names its `kind`, so that no two can be confused.
+# ===== 7. One invocation and its digests ==========================================================
+# Each digest document but the result's names its `kind`, so that no two can be confused. What only
+# the ledger reads holds nothing but identifiers and digests, which have no space in them: joined
+# by spaces it is as unambiguous as JSON, and faster.
 
 Scope = tuple[str, str, str, str | None]    # tenant, subject, tool, idempotency key
 Matter = tuple[str, str, str, str]          # tenant, subject, tool, canonical arguments
 
-_RULE_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
+
+class Intent(NamedTuple):
+    """What a replay must share with the call that took effect."""
+
+    request_sha256: str
+    provider: str
+    api_family: str
+    adapter_revision: str
+    output_schema: str
+    effect: str
+    handler: str
+    producer: str
+    contract_sha256: str
 
 
-def _is_declared_path(path: str, schema: JsonObject) -> bool:
-    """Tell whether a JSON Pointer leads only through declared fields and array indexes."""
-    first, *tokens = path.split("/")
-    for token in tokens:
-        declared = {pointer((name,))[1:]: inner for name, inner in schema.get("properties", {}).items()}
-        if token in declared:
-            schema = declared[token]
-        elif "items" in schema and re.fullmatch("0|[1-9][0-9]{0,5}", token):
-            schema = schema["items"]
-        else:
-            return False
-    return first == ""
+class Verdict(NamedTuple):
+    """How contract and rules answer some arguments: `OK` or a catalog code, and why."""
+
+    code: str
+    problems: tuple[Problem, ...] = ()
+    error: Exception | None = None
 
 
-def _are_declared_problems(answer: object, schema: JsonObject) -> bool:
-    """Tell whether a tool's rules answered with problems that hold no text of the model's own."""
-    return type(answer) is list and all(
-        type(problem) is Problem and type(problem.path) is str and type(problem.rule) is str
-        and _RULE_NAME.fullmatch(problem.rule) is not None and _is_declared_path(problem.path, schema)
-        for problem in answer
-    )
+_GOOD: Final = Verdict("OK")
+
+
+def _ask_rules(spec: ToolSpec, arguments: JsonObject) -> Verdict:
+    """Ask a tool's rules for what a schema cannot say; nonsense is no verdict on the arguments."""
+    if spec.rules is None:
+        return _GOOD
+    try:
+        answer = ask_author(lambda: Refused("TOOL_ERROR"), spec.rules, arguments)
+    except Refused as refusal:
+        return Verdict(refusal.code, error=refusal.error)
+    # Declared paths and plain words: so no problem holds text of the model's own.
+    if type(answer) is not list or not all(
+            type(problem) is Problem and type(problem.path) is str and type(problem.rule) is str
+            and re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]{0,63}", problem.rule)
+            and spec.input_contract.declares(problem.path) for problem in answer):
+        return Verdict("TOOL_ERROR", (Problem("", "rules", "must answer a list of Problem at declared paths"),))
+    return Verdict("INVALID_ARGUMENTS" if answer else "OK", tuple(answer))
 
 
 @dataclass(frozen=True)
 class Invocation:
     """The trusted context of one call: who asks, what was proposed, which contract answers.
 
-    `spec` is `None` for an unregistered name. `Dispatcher.resolve` makes it. What it derives is computed
-    once: the properties are cached.
+    `spec` is `None` for an unregistered name. `Dispatcher.resolve` makes it. What it derives is
+    computed once.
     """
 
     principal: Principal
@@ -1174,9 +1957,10 @@ class Invocation:
     spec: ToolSpec | None
 
     def __post_init__(self) -> None:
-        _require_host(type(self.principal) is Principal and type(self.call) is ToolCall, "principal or call")
-        _require_host(self.spec is None or type(self.spec) is ToolSpec, "tool")
-        _require_host(self.spec is None or self.spec.name == self.call.name, "tool")
+        _require_host(type(self.principal) is Principal, "principal", "a Principal")
+        _require_host(type(self.call) is ToolCall, "call", "a ToolCall")
+        sound = self.spec is None or (type(self.spec) is ToolSpec and self.spec.name == self.call.name)
+        _require_host(sound, "spec", "None or the ToolSpec of the call's name")
 
     @property
     def tool(self) -> ToolSpec:
@@ -1187,86 +1971,96 @@ class Invocation:
 
     @property
     def contract(self) -> JsonObject:
+        """The tool contract's labels and digest, all `unregistered` for an unknown tool."""
         return self.spec.contract if self.spec else _UNREGISTERED_CONTRACT
 
     def arguments(self) -> Any:
         """Decode a fresh copy of the arguments: one for each of the tool author's callables."""
         return _decode_canonical(str(self.call.arguments))
 
-    @once
+    @cached_property
     def checked_arguments(self) -> Any:
         """The copy that only the dispatcher looks at."""
         return self.arguments()
 
-    @once
-    def input_verdict(self) -> tuple[str, tuple[Problem, ...]]:
-        """The code with which contract and rules answer these arguments, and why (invariant 2)."""
+    @property
+    def verdict(self) -> Verdict:
+        """How contract and rules answer these arguments (invariant 2), asked once.
+
+        No `cached_property`: in Python 3.11 that holds one lock for all instances while it
+        computes, and the rules of one tenant must not wait for those of another.
+        """
+        known: Verdict | None = self.__dict__.get("_verdict")
+        if known is None:
+            known = self.__dict__["_verdict"] = self._judge_arguments()
+        return known
+
+    def _judge_arguments(self) -> Verdict:
         if self.spec is None:
-            return "UNKNOWN_TOOL", ()
+            return Verdict("UNKNOWN_TOOL")
         if isinstance(self.call.arguments, Malformed):
-            return "INVALID_ARGUMENTS", (Problem("", self.call.arguments.reason, "could not be read"),)
-        problems = validate(self.spec.input_schema, self.checked_arguments)
-        if problems or self.spec.rules is None:
-            return "INVALID_ARGUMENTS" if problems else "OK", tuple(problems)
-        answer, error = _attempt(self.spec.rules, self.arguments())
-        if not _are_declared_problems(answer, self.spec.input_schema):  # after an exception it is `None`
-            return _proven_code(error) or "TOOL_ERROR", ()
-        return "INVALID_ARGUMENTS" if answer else "OK", tuple(answer)
+            reason = Problem("", self.call.arguments.reason, "could not be read")
+            return Verdict("INVALID_ARGUMENTS", (reason,))
+        problems = self.spec.input_contract.problems(self.checked_arguments)
+        if problems:
+            return Verdict("INVALID_ARGUMENTS", tuple(problems))
+        return _ask_rules(self.spec, self.arguments())
 
     @property
     def violations(self) -> list[JsonObject]:
-        """What a model may know about its bad arguments: declared paths and rules, never its own text."""
-        broken = dict.fromkeys((problem.path, problem.rule) for problem in self.input_verdict[1])
+        """What a model may know about its bad arguments: declared paths and rules, no own text."""
+        broken = dict.fromkeys((problem.path, problem.rule) for problem in self.verdict.problems)
         return [{"path": path, "rule": rule} for path, rule in [*broken][:MAX_VIOLATIONS]]
 
-    @once
+    @cached_property
     def request_sha256(self) -> str:
-        """Bind the business intent: who wants which tool to do what. The key only names it: it stays out."""
+        """Bind the business intent: who wants which tool to do what. The key only names it."""
         arguments, contract = self.call.arguments, self.contract
         return digest({
-            "kind": "request", "tenant_id": self.principal.tenant_id, "subject_id": self.principal.subject_id,
+            "kind": "request",
+            "tenant_id": self.principal.tenant_id, "subject_id": self.principal.subject_id,
             "tool": self.call.name,
             "arguments": arguments._asdict() if isinstance(arguments, Malformed) else arguments,
-            **{name: contract[name] for name in ("input_schema", "output_schema", "effect")},
+            "input_schema": contract["input_schema"], "output_schema": contract["output_schema"],
+            "effect": contract["effect"],
         })
 
     @property
     def identity_sha256(self) -> str:
         """The provider's call identity: the same ids under another principal are another call."""
-        context = self.call.context
-        return digest({
-            "kind": "call-identity",
-            "tenant_id": self.principal.tenant_id, "subject_id": self.principal.subject_id,
-            "profile": vars(context.profile), "response_id": context.response_id, "call_id": context.call_id,
-        })
+        principal, context = self.principal, self.call.context
+        return _sha256(" ".join((
+            "call-identity", principal.tenant_id, principal.subject_id, context.profile.provider,
+            context.profile.api_family, context.response_id, context.call_id)))
 
     def fingerprint_sha256(self, purpose: Purpose) -> str:
-        """What one call identity stands for, for good: one request, one operation, one key, one purpose."""
+        """What one call identity stands for, for good: one request, operation, key, purpose."""
         context = self.call.context
-        return digest({
-            "kind": "call-fingerprint", "purpose": purpose, "request_sha256": self.request_sha256,
-            "operation_id": context.operation_id, "idempotency_key": context.idempotency_key,
-        })
+        return _sha256(" ".join((
+            "call-fingerprint", context.operation_id, context.idempotency_key or "", purpose,
+            self.request_sha256, context.profile.adapter_revision)))
 
     @property
     def scope(self) -> Scope:
         """The room in which at most one effect happens (invariant 6)."""
-        principal = self.principal
-        return principal.tenant_id, principal.subject_id, self.call.name, self.call.context.idempotency_key
+        principal, call = self.principal, self.call
+        return principal.tenant_id, principal.subject_id, call.name, call.context.idempotency_key
 
     @property
     def matter(self) -> Matter:
         """The same wish under any key or revision: an unresolved outcome blocks all of it."""
-        return self.principal.tenant_id, self.principal.subject_id, self.call.name, str(self.call.arguments)
+        principal, call = self.principal, self.call
+        return principal.tenant_id, principal.subject_id, call.name, str(call.arguments)
 
     @property
-    def intent(self) -> tuple[str, ...]:
+    def intent(self) -> Intent:
         """What a replay must share with the call that took effect."""
-        bound = ("output_schema", "effect", "handler", "producer", "contract_sha256")
-        profile = vars(self.call.context.profile).values()
-        return self.request_sha256, *profile, *(self.contract[name] for name in bound)
+        profile, contract = self.call.context.profile, self.contract
+        return Intent(
+            self.request_sha256, profile.provider, profile.api_family, profile.adapter_revision,
+            *(contract[name] for name in Intent._fields[4:]))
 
-    @once
+    @cached_property
     def idempotency_ref(self) -> str | None:
         """The digest that stands for the idempotency scope in an audit; `None` without a key."""
         tenant_id, subject_id, tool, key = self.scope
@@ -1275,9 +2069,11 @@ class Invocation:
             "tenant_id": tenant_id, "subject_id": subject_id, "tool": tool, "idempotency_key": key,
         })
 
-    @once
+    @cached_property
     def status_ref(self) -> str | None:
-        """Where a write's outcome is found again: a locator, no secret. `None` but for a write with a key."""
+        """Where a write's outcome is found again: a locator, no secret. `None` but for a write
+        with a key.
+        """
         if self.idempotency_ref is None or self.spec is None or not self.spec.writes:
             return None
         return "status_" + digest({
@@ -1286,21 +2082,22 @@ class Invocation:
         })[:32]
 
 
-# ===== 8. Approvals =================================================================================
-# Consent is for one exact call in one exact state, and for a minute. It is signed, because it travels through
-# hands that are not the approver's; it is judged by signing again, because a signature is no list of fields.
+# ===== 8. Approvals ===============================================================================
+# Consent is for one exact call in one exact state, and for a short time. It is signed, because it
+# travels through hands that are not the approver's; it is judged by signing again, because a
+# signature is no list of fields.
+
 
 _APPROVAL_FIELDS: Final[JsonObject] = {
     "approval_id": IDENTIFIER,
     "approver_id": IDENTIFIER,
     "expires_at": {"type": "integer", "minimum": 1, "maximum": MAX_INSTANT + MAX_APPROVAL_SECONDS},
 }
-_APPROVAL_CONTRACT: Final = closed_object(**_APPROVAL_FIELDS)
 
 
 @dataclass(frozen=True, slots=True)
 class Approval:
-    """A human's consent, signed by the authority. `expires_at` is in seconds since the epoch, half-open."""
+    """A human's consent, signed by the authority. `expires_at`: seconds since the epoch, half-open."""
 
     approval_id: str
     approver_id: str
@@ -1309,86 +2106,119 @@ class Approval:
 
     def public(self) -> JsonObject:
         """The part that an audit keeps."""
-        return {name: getattr(self, name, None) for name in _APPROVAL_FIELDS}
+        return {name: getattr(self, name) for name in _APPROVAL_FIELDS}
 
 
 def is_resource(answer: object) -> TypeGuard[Resource]:
-    """Tell whether an author's answer grants access: exactly a `Resource`, whole and well typed."""
-    return type(answer) is Resource and is_identifier(getattr(answer, "revision", None)) and (
-        type(getattr(answer, "permits", None)) is bool)
+    """Tell whether an author's answer grants access: exactly a `Resource`, well typed."""
+    return type(answer) is Resource and is_identifier(answer.revision) and type(answer.permits) is bool
+
+
+def is_eligible(approver_id: str, subject_id: str, consent: str) -> bool:
+    """Tell whether a subject's call may be approved by this person, if by anybody.
+
+    Directories often ignore the case of letters, so another spelling of the subject is nobody else;
+    under consent `own` exactly the subject is eligible, still in no other spelling.
+    """
+    is_same = approver_id.casefold() == subject_id.casefold()
+    return not is_same or (consent == "own" and approver_id == subject_id)
+
+
+def _require_approvers(approvers: Any) -> dict[str, set[str]]:
+    """Copy a mapping from tenant to approvers. A text is no list: each of its letters would be one."""
+    sound = isinstance(approvers, Mapping) and all(
+        isinstance(listed, Iterable) and not isinstance(listed, str) for listed in approvers.values())
+    listed = {tenant_id: (*names,) for tenant_id, names in approvers.items()} if sound else {}
+    sound = sound and all(map(is_identifier, itertools.chain(listed, *listed.values())))
+    _require_host(sound, "approvers", "a mapping from tenants to lists of identifiers")
+    return {tenant_id: {*names} for tenant_id, names in listed.items()}
 
 
 class ApprovalAuthority:
     """Issues and judges approvals under one secret key of at least 32 bytes (HMAC-SHA-256, RFC 2104).
 
-    Raises `HostContextError` for a short key or for approvers that are not identifiers. One authority and
-    one ledger belong to one downstream.
+    `approvers` maps a tenant to those who may approve in it. `max_seconds`, 1 to 86,400, bounds how
+    long an approval lives. Raises `HostContextError`. One authority and one ledger belong to one
+    downstream.
     """
 
-    def __init__(self, key: bytes, approvers: Iterable[str]) -> None:
-        _require_host(not isinstance(approvers, str), "approvers")  # whose letters would each be one
-        eligible = (*approvers,)
-        _require_host(type(key) is bytes and len(key) >= 32, "approval key")
-        _require_host(all(map(is_identifier, eligible)), "approver")
+    def __init__(
+        self, key: bytes, approvers: Mapping[str, Iterable[str]], *, max_seconds: int = 60
+    ) -> None:
+        _require_host(type(key) is bytes and len(key) >= 32, "key", "bytes, at least 32")
+        _require_count("max_seconds", max_seconds, 1, MAX_APPROVAL_SECONDS)
         self._key = key
-        self._approvers = {*eligible}
+        self._max_seconds = max_seconds
+        self._approvers = _require_approvers(approvers)
         self._revoked: set[str] = set()
 
     def issue(
         self, invocation: Invocation, resource: Resource | None, *,
-        approver_id: str, expires_at: int, approval_id: str,
+        approver_id: str, approval_id: str, now: int, seconds: int,
     ) -> Approval:
-        """Sign consent to one call in one resource state. It signs what it is given: only `verify` judges."""
-        public = {"approval_id": approval_id, "approver_id": approver_id, "expires_at": expires_at}
-        return Approval(**public, mac=self._mac(public, invocation, resource))  # type: ignore[arg-type]
+        """Sign consent to one call in one resource state, for `seconds` from `now`.
+
+        `resource` is what `Dispatcher.find_resource` answers. It signs what it is given: only
+        `verify` judges. Raises `HostContextError` for a lifetime that `verify` would refuse.
+        """
+        _require_instants(now=now)
+        _require_count("seconds", seconds, 1, self._max_seconds)
+        unsigned = Approval(approval_id, approver_id, now + seconds, mac="")
+        return replace(unsigned, mac=self._mac(unsigned, invocation, resource))
 
     def revoke(self, approval_id: str) -> None:
         """Withdraw one approval."""
         self._revoked.add(approval_id)
 
-    def dismiss(self, approver_id: str) -> None:
-        """Take an approver off the list; approvals already given by them are worth nothing from now on."""
-        self._approvers.discard(approver_id)
+    def dismiss(self, tenant_id: str, approver_id: str) -> None:
+        """Take an approver off a tenant's list; what they have approved is worth nothing now."""
+        self._approvers.get(tenant_id, set()).discard(approver_id)
 
     def verify(
         self, approval: object, invocation: Invocation, resource: object, now: int
     ) -> TypeGuard[Approval]:
-        """Judge one approval at `now` (seconds since the epoch); anything not entirely right is `False`.
+        """Judge one approval at `now` (seconds since the epoch); what is not all right is `False`.
 
-        Verifying means recomputing: the mac binds the call, the key, the request, the tool contract and the
-        resource revision that the approver saw (invariant 5).
+        Verifying means recomputing: the mac binds the call, the key, the request, the tool contract
+        and the resource revision that the approver saw (invariant 5).
         """
-        if type(approval) is not Approval or type(invocation) is not Invocation:
-            return False
-        if not is_resource(resource) or not is_instant(now) or not is_digest(getattr(approval, "mac", None)):
-            return False
-        public = approval.public()
-        approval_id, approver_id, expires_at = public.values()
-        if not is_identifier(approval_id) or approval_id in self._revoked:
-            return False
-        if not is_identifier(approver_id) or approver_id not in self._approvers:
-            return False
-        if approver_id == invocation.principal.subject_id:
-            return False
-        if type(expires_at) is not int or not now < expires_at <= now + MAX_APPROVAL_SECONDS:
-            return False
-        return hmac.compare_digest(approval.mac, self._mac(public, invocation, resource))
+        return (
+            type(approval) is Approval and type(invocation) is Invocation
+            and is_resource(resource) and is_instant(now) and is_digest(approval.mac)
+            and is_identifier(approval.approval_id) and approval.approval_id not in self._revoked
+            and is_identifier(approval.approver_id)
+            and self._may_approve(approval.approver_id, invocation)
+            and is_within(approval.expires_at, now + 1, now + self._max_seconds)
+            # In constant time: how long a comparison takes would tell how much of a guess is right.
+            and hmac.compare_digest(approval.mac, self._mac(approval, invocation, resource))
+        )
 
-    def _mac(self, public: JsonObject, invocation: Invocation, resource: object) -> str:
-        context = invocation.call.context
-        document = {
-            "kind": "approval", "approval": public,
-            "profile": vars(context.profile), "response_id": context.response_id, "call_id": context.call_id,
-            "operation_id": context.operation_id, "idempotency_key": context.idempotency_key,
-            "request_sha256": invocation.request_sha256, "tool_contract": invocation.contract,
-            "resource_revision": resource.revision if isinstance(resource, Resource) else None,
-        }
-        return hmac.digest(self._key, canonical_json(document).encode("utf-8"), "sha256").hex()
+    def _may_approve(self, approver_id: str, invocation: Invocation) -> bool:
+        principal = invocation.principal
+        consent = invocation.spec.consent if invocation.spec else "another"
+        listed = self._approvers.get(principal.tenant_id, ())
+        # The subject's own consent needs no place on the list, and `dismiss` does not stop it.
+        return is_eligible(approver_id, principal.subject_id, consent) and (
+            approver_id in listed or approver_id == principal.subject_id)
+
+    def _mac(self, approval: Approval, invocation: Invocation, resource: object) -> str:
+        """Sign what was seen: the call, its purpose, the contract, the resource, and the consent.
+
+        `verify` has seen that no part holds a space, so joined by spaces they are unambiguous.
+        """
+        revision = resource.revision if isinstance(resource, Resource) else ""
+        signed = " ".join(map(str, (
+            "approval", invocation.identity_sha256, invocation.fingerprint_sha256("dispatch"),
+            *invocation.contract.values(), revision, *approval.public().values())))
+        return hmac.digest(self._key, signed.encode("utf-8", "surrogatepass"), "sha256").hex()
 
 
-# ===== 9. Results: the two projections, built and rebuilt ===========================================
-# One function builds every package from an invocation and the few facts that it cannot supply. Validation
-# takes those facts out of a package, vets them, builds again and compares: the rebuilt package is the schema.
+# ===== 9. Results: the two projections, built and rebuilt =========================================
+# One function builds every package, from an invocation and the few facts that it cannot supply.
+# Validation takes those few facts out of a given package, vets them, builds again, and compares.
+# So the rebuilt package is the schema: no second description of a package exists that could
+# disagree with the first, and a field that is added, missing, swapped or forged fails wherever it
+# stands (invariant 9).
 
 
 class ResultContractError(ValueError):
@@ -1400,19 +2230,23 @@ class ResultContractError(ValueError):
 
 
 class Evidence(NamedTuple):
-    """What a downstream answered, after it passed its contract. Immutable: the data is canonical text."""
+    """What a downstream answered, after it passed its contract.
+
+    The data is canonical text: a ledger keeps it, and nobody can change a text.
+    """
 
     data_json: str
-    resource_revision: str
+    resource_revision: str | None
     observed_at: str
-    request_id: str
+    request_id: str | None
     receipt_id: str | None
 
 
 class Ending(NamedTuple):
-    """All that a package tells beyond its invocation. `code` is `OK`, with evidence, or a catalog code.
+    """All that a package tells beyond its invocation. `code` is `OK`, with evidence, or a row's.
 
-    `status_ref` counts only for OUTCOME_UNKNOWN, whose unresolved operation another key may own.
+    `status_ref` counts only for OUTCOME_UNKNOWN, whose unresolved operation another key may own;
+    `retry_after_ms` only where an author may give one.
     """
 
     code: str
@@ -1421,19 +2255,26 @@ class Ending(NamedTuple):
     evidence: Evidence | None = None
     approval: JsonObject | None = None
     status_ref: str | None = None
+    retry_after_ms: int | None = None
 
 
-def _model_error(policy: ErrorPolicy, invocation: Invocation) -> JsonObject:
-    shown = {name: getattr(policy, name) for name in (
-        "code", "category", "safe_message", "recovery", "retry_after_ms")}
-    return {**shown, "violations": invocation.violations if policy.code == "INVALID_ARGUMENTS" else []}
+def _model_error(policy: ErrorPolicy, invocation: Invocation, ending: Ending) -> JsonObject:
+    """Show one row. Nothing of it is free text, so a model reads no stranger's words as ours."""
+    return {
+        "code": policy.code,
+        "category": policy.category,
+        "safe_message": policy.safe_message,
+        "recovery": policy.recovery,
+        "retry_after_ms": ending.retry_after_ms or policy.retry_after_ms,
+        "violations": invocation.violations if policy.code == "INVALID_ARGUMENTS" else [],
+    }
 
 
 def _provenance(invocation: Invocation, evidence: Evidence | None, recorded_at: str) -> JsonObject:
-    """Say whose words these are: a producer's, to be distrusted as data, or the dispatcher's own."""
+    """Say whose words these are: a producer's, untrusted as data, or the dispatcher's own."""
     if evidence is None:
         return {
-            "source_label": DISPATCHER_LABEL, "producer_revision": DISPATCHER_REVISION,
+            "source_label": "offline-dispatcher", "producer_revision": "offline-dispatcher-v2",
             "resource_revision": None, "observed_at": recorded_at, "trust": "trusted_control",
         }
     return {
@@ -1451,91 +2292,100 @@ def _model_result(invocation: Invocation, ending: Ending) -> JsonObject:
     return {
         "schema_version": MODEL_RESULT_VERSION,
         "status": policy.status,
+        # Decoded anew for each package: what one caller does to it, no other sees.
         "data": _decode_canonical(evidence.data_json) if evidence else None,
-        "error": None if policy is SUCCESS else _model_error(policy, invocation),
+        "error": None if policy is SUCCESS else _model_error(policy, invocation, ending),
         "execution": {
-            "outcome": policy.outcome, "delivery": ending.delivery, "complete": True, "truncated": False},
+            "outcome": policy.outcome, "delivery": ending.delivery,
+            "complete": True, "truncated": False,
+        },
         "provenance": _provenance(invocation, evidence, ending.recorded_at),
     }
 
 
-def _shown_status_ref(invocation: Invocation, ending: Ending) -> str | None:
-    if ending.code == "OUTCOME_UNKNOWN":
-        return ending.status_ref
-    return invocation.status_ref if ending.code in ("OK", "OUTPUT_CONTRACT_VIOLATION") else None
-
-
-def _redactions(call: ToolCall) -> list[str]:
-    """Name the parts of the proposal whose text was not kept."""
-    parts = {"/name": call.name == MALFORMED_NAME, "/arguments": isinstance(call.arguments, Malformed)}
-    return [part for part, redacted in parts.items() if redacted]
-
-
-def _protected_audit(invocation: Invocation, ending: Ending, result_sha256: str) -> JsonObject:
-    principal, context, evidence = invocation.principal, invocation.call.context, ending.evidence
-    audit: JsonObject = {
+def _unbound_audit(invocation: Invocation, ending: Ending) -> JsonObject:
+    """Write the host's projection, all but its digests."""
+    call, evidence = invocation.call, ending.evidence
+    # Shown only where an operation can be found by it; an unknown one may be another key's.
+    own_ref = invocation.status_ref if ending.code in ("OK", "OUTPUT_CONTRACT_VIOLATION") else None
+    found_by = ending.status_ref if ending.code == "OUTCOME_UNKNOWN" else own_ref
+    return {
         "schema_version": AUDIT_VERSION,
         "visibility": "protected_audit",
-        "operation_id": context.operation_id,
-        "principal_ref": principal.ref,
+        "operation_id": call.context.operation_id,
+        "principal_ref": invocation.principal.ref,
         "idempotency_ref": invocation.idempotency_ref,
         "recorded_at": ending.recorded_at,
         "provider_context": {
-            **vars(context.profile), "response_id": context.response_id, "call_id": context.call_id},
+            **vars(call.context.profile),
+            "response_id": call.context.response_id, "call_id": call.context.call_id,
+        },
         "tool_contract": dict(invocation.contract),
-        "approval": ending.approval,
+        "approval": dict(ending.approval) if ending.approval else None,
         "downstream": {
             "request_id": evidence.request_id if evidence else None,
             "receipt_id": evidence.receipt_id if evidence else None,
-            "status_ref": _shown_status_ref(invocation, ending),
+            "status_ref": found_by,
         },
-        "redactions": _redactions(invocation.call),
-        "binding": {"request_sha256": invocation.request_sha256, "result_sha256": result_sha256},
+        # The parts of the proposal whose text was not kept.
+        "redactions": ["/name"] * (call.name == MALFORMED_NAME)
+                      + ["/arguments"] * isinstance(call.arguments, Malformed),
     }
-    # The third digest binds the whole audit but itself, and the plain values behind the audit's references.
-    audit["binding"]["call_binding_sha256"] = digest({
-        "kind": "call-binding", "audit": audit, "idempotency_key": context.idempotency_key,
-        "tenant_id": principal.tenant_id, "subject_id": principal.subject_id,
-    })
-    return audit
 
 
 def build_package(invocation: Invocation, ending: Ending) -> Package:
     """Build the one package that this invocation with this ending has (invariants 9 and 10)."""
+    principal = invocation.principal
     model_result = _model_result(invocation, ending)
-    return {
-        "model_result": model_result,
-        "protected_audit": _protected_audit(invocation, ending, digest(model_result)),
-    }
+    audit = _unbound_audit(invocation, ending)
+    # Three digests tie the halves together: what was asked, what the model gets, and one over the
+    # whole audit with the plain values behind its references, so that no half fits another call.
+    audit["binding"] = {
+        "request_sha256": invocation.request_sha256, "result_sha256": digest(model_result)}
+    audit["binding"]["call_binding_sha256"] = digest({
+        "kind": "call-binding", "audit": audit,
+        "idempotency_key": invocation.call.context.idempotency_key,
+        "tenant_id": principal.tenant_id, "subject_id": principal.subject_id,
+    })
+    return {"model_result": model_result, "protected_audit": audit}
 
 
 # --- Output: what a handler or a receipt answered ---
 
 
+def _data_problems(invocation: Invocation, data: JsonObject, size: int) -> Iterator[Problem]:
+    """Say what a contract alone cannot: echoes of the arguments, depth, size in bytes."""
+    spec, arguments = invocation.tool, invocation.checked_arguments
+    for name, argument in spec.echoes.items():
+        if not same_json(arguments[argument], data[name]):
+            yield Problem(pointer(("data", name)), "echo", "must equal the argument that it echoes")
+
+    # Where nothing is left open the contract itself says how deep its values are.
+    deepest = spec.output_contract.levels
+    if deepest > spec.max_output_depth and levels_of(data) > spec.max_output_depth:
+        yield _problem(("data",), "depth", spec.max_output_depth)
+    if size > spec.max_output_bytes:
+        yield _problem(("data",), "bytes", spec.max_output_bytes)
+
+
 def _evidence(invocation: Invocation, document: JsonObject) -> tuple[Evidence | None, list[Problem]]:
-    """Turn a plain result into evidence, or say why it is none."""
-    if invocation.input_verdict[0] != "OK":
+    """Turn the plain fields of a result into evidence, or say why they are none (invariant 8)."""
+    if invocation.verdict.code != "OK":
         return None, [Problem("", "impossible", "a call that never ran has no output")]
-    spec = invocation.tool
-    problems = validate(spec.result_contract, document)
-    if problems:
+    spec, data = invocation.tool, document["data"]
+    problems = envelope_contract(spec.writes, spec.revisions.producer).problems(document)
+    problems += [problem._replace(path="/data" + problem.path)
+                 for problem in spec.output_contract.problems(data)]
+    if problems:  # what follows takes a sound shape for granted
         return None, problems
-    data, arguments = document["data"], invocation.checked_arguments
-    problems = [
-        _problem(("data", name), "echo", argument) for name, argument in spec.echoes.items()
-        if not same_json(arguments[argument], data[name])
-    ]
-    names: set[str] = set()
-    if _survey(data, names) > spec.max_output_depth:
-        problems.append(_problem(("data",), "depth", spec.max_output_depth))
-    if any(is_forbidden_name(name, "output") for name in names):
-        problems.append(Problem("/data", "name", "must hold no sensitive name"))
+
     text = canonical_json(data)
-    if len(text.encode("utf-8")) > spec.max_output_bytes:
-        problems.append(_problem(("data",), "bytes", spec.max_output_bytes))
+    problems += _data_problems(invocation, data, len(text.encode("utf-8")))
     if problems:
         return None, problems
-    return Evidence(text, *(document[name] for name in Evidence._fields[1:])), []
+    return Evidence(
+        text, document["resource_revision"], document["observed_at"], document["request_id"],
+        document["receipt_id"]), []
 
 
 def _examined_output(invocation: Invocation, result: object) -> tuple[Evidence | None, list[Problem]]:
@@ -1545,113 +2395,142 @@ def _examined_output(invocation: Invocation, result: object) -> tuple[Evidence |
     if type(result) is not HandlerResult:
         return None, [Problem("", "type", "must be a HandlerResult")]
     try:
-        document = plain_json(_fields(result))
+        data = plain_json(result.data)  # the rest is texts, which nobody can change
     except JsonError as error:
-        return None, [Problem("", error.reason, str(error))]
-    return _evidence(invocation, document)
+        return None, [Problem("/data", error.reason, str(error))]
+    return _evidence(invocation, {**result._asdict(), "data": data})
 
 
 def validate_output(invocation: Invocation, result: object) -> list[Problem]:
-    """Check a handler's result against the tool's contract and limits; never raises (invariant 8)."""
+    """Check a handler's result against the tool's contract and limits; never raises."""
     return _examined_output(invocation, result)[1]
 
 
-# --- Validation: take the claims, vet them, build again, compare ---
+# --- Validation: take the assertions, vet them, build again, compare ---
 
-# What trusted context cannot supply, and where a package says it. A claim with an empty contract is judged by
-# the tool's own contract, as part of the output it came from.
+# What trusted context cannot supply, and where a package says it. An assertion with an empty
+# contract is judged by the tool's own contract, as part of the output that it came from.
 _DELIVERIES: Final = ("fresh", "local_replay", "receipt_reconciled")
-_CLAIMS: Final = open_object(
+_ASSERTIONS: Final = Contract(open_object(
     model_result=open_object(
         data={},
-        error=nullable(open_object(code={"enum": [*ERROR_CATALOG]})),
+        error=nullable(open_object(
+            code={"enum": [*ERROR_CATALOG]},
+            retry_after_ms={"type": ["integer", "null"], "minimum": 1, "maximum": MAX_RETRY_AFTER_MS},
+        )),
         execution=open_object(delivery={"enum": [*_DELIVERIES]}),
         provenance=open_object(resource_revision={}, observed_at={}),
     ),
     protected_audit=open_object(
         recorded_at=UTC_SECOND,
-        approval=nullable(_APPROVAL_CONTRACT),
-        downstream=open_object(request_id={}, receipt_id={}, status_ref=nullable(IDENTIFIER)),
+        approval=nullable(closed_object(**_APPROVAL_FIELDS)),
+        downstream=open_object(request_id={}, receipt_id={}, status_ref={
+            "type": ["string", "null"], "maxLength": 39, "pattern": "^status_[0-9a-f]{32}$"}),
     ),
-)
-
-# Codes by how far a call could have come. A conflict of call ids can meet any call.
-_ANY_INPUT_CODES: Final = {"CALL_ID_CONFLICT", "NOT_FOUND", "STATUS_CONFLICT", *NotStarted.CODES}
-_READ_CODES: Final = {*_ANY_INPUT_CODES, "OK", "OUTPUT_CONTRACT_VIOLATION"}
-_KEYLESS_WRITE_CODES: Final = {*_ANY_INPUT_CODES, "IDEMPOTENCY_KEY_REQUIRED"}
-_WRITE_CODES: Final = {
-    *_READ_CODES, "IDEMPOTENCY_CONFLICT", "APPROVAL_REQUIRED", "APPROVAL_INVALID", "OUTCOME_UNKNOWN",
-}
-
-
-def _copied_package(package: object) -> tuple[Any, list[Problem]]:
-    try:
-        return plain_json(package), []
-    except JsonError as error:
-        return None, [Problem("", error.reason, str(error))]
-
-
-def _unbelievable(claims: JsonObject, package: object) -> list[Problem]:
-    return [p._replace(rule="missing") if p.rule == "required" else p for p in validate(claims, package)]
-
-
-_NO_ENDING: Final = Ending("TOOL_ERROR", "")
-_CLAIMED_AT: Final = {
+))
+_ASSERTED_AT: Final = {
     "data": "/model_result", "resource_revision": "/model_result/provenance",
     "observed_at": "/model_result/provenance", "request_id": "/protected_audit/downstream",
     "receipt_id": "/protected_audit/downstream",
 }
 
 
-def _possible_codes(invocation: Invocation) -> set[str]:
-    verdict = invocation.input_verdict[0]
+def _unbelievable(assertions: Contract, package: object) -> list[Problem]:
+    return [problem._replace(rule="missing") if problem.rule == "required" else problem
+            for problem in assertions.problems(package)]
+
+
+def _is_possible_code(invocation: Invocation, code: str) -> bool:
+    """Tell whether this call could have come to the gate that ends with this code."""
+    verdict, met_by = invocation.verdict.code, policy_of(code).met_by
     if verdict != "OK":
-        return {verdict, "CALL_ID_CONFLICT"}
+        return code == verdict or met_by == _ANY_CALL
     if not invocation.tool.writes:
-        return _READ_CODES
-    return _KEYLESS_WRITE_CODES if invocation.call.context.idempotency_key is None else _WRITE_CODES
+        return "read" in met_by
+    if invocation.call.context.idempotency_key is None:
+        return "keyless" in met_by
+    return "write" in met_by or ("consented" in met_by and invocation.tool.consent != "none")
+
+
+def _is_possible_approval(invocation: Invocation, approval: JsonObject | None, fresh_at: str | None) -> bool:
+    """Tell whether a successful write could carry this approval; `fresh_at` where it ran just now.
+
+    A replay shows the approval of its original, which may have ended long ago.
+    """
+    consent = invocation.tool.consent
+    if approval is None or consent == "none":
+        return approval is None and consent == "none"
+    if not is_eligible(approval["approver_id"], invocation.principal.subject_id, consent):
+        return False
+    if fresh_at is None:
+        return True
+    age = datetime.fromisoformat(fresh_at[:-1]) - _EPOCH
+    return is_within(approval["expires_at"] - int(age.total_seconds()), 1, MAX_APPROVAL_SECONDS)
 
 
 def _implausible(invocation: Invocation, code: str, model: JsonObject, audit: JsonObject) -> list[Problem]:
-    """Say which claims this invocation could not have led to, whatever their digests."""
-    spec = invocation.spec
-    wrong = {
-        "/model_result/status": code not in _possible_codes(invocation),
+    """Say which assertions this invocation could not have led to, whatever their digests."""
+    error, delivery = model["error"], model["execution"]["delivery"]
+    possible = {
+        "/model_result/status": _is_possible_code(invocation, code),
+        "/protected_audit/recorded_at": audit["recorded_at"] >= "1970",  # years have four digits
         "/protected_audit/downstream/status_ref":
-            code == "OUTCOME_UNKNOWN" and audit["downstream"]["status_ref"] is None,
+            code != "OUTCOME_UNKNOWN" or audit["downstream"]["status_ref"] is not None,
     }
-    if code == "OK" and spec is not None:
-        approver, subject = (audit["approval"] or {}).get("approver_id"), invocation.principal.subject_id
-        delivery = model["execution"]["delivery"]
-        wrong["/protected_audit/approval"] = spec.writes and approver in (None, subject)
-        wrong["/model_result/execution/delivery"] = not spec.writes and delivery != "fresh"
-    return [Problem(path, "impossible", "must follow from the call") for path, bad in wrong.items() if bad]
+    if error and takes_retry_after(code):
+        possible["/model_result/error/retry_after_ms"] = error["retry_after_ms"] is not None
+    if code == "OK" and all(possible.values()):
+        fresh_at = audit["recorded_at"] if delivery == "fresh" else None
+        writes = invocation.tool.writes
+        possible["/model_result/execution/delivery"] = writes or delivery == "fresh"
+        possible["/protected_audit/approval"] = (
+            not writes or _is_possible_approval(invocation, audit["approval"], fresh_at))
+    return [Problem(path, "impossible", "must follow from the call")
+            for path, is_possible in possible.items() if not is_possible]
 
 
-def _claimed_ending(invocation: Invocation, package: Any) -> tuple[Ending, list[Problem]]:
-    """Take the claims out of a plain package, vet them, and return the ending that they describe."""
-    problems = _unbelievable(_CLAIMS, package)
-    if problems:
-        return _NO_ENDING, problems
-    model, audit = package["model_result"], package["protected_audit"]
-    code = "OK" if model["error"] is None else model["error"]["code"]
-    problems = _implausible(invocation, code, model, audit)
-    if problems or code != "OK":  # an error has no evidence, whatever it claims
-        return Ending(code, audit["recorded_at"], status_ref=audit["downstream"]["status_ref"]), problems
+def _asserted_evidence(
+    invocation: Invocation, model: JsonObject, audit: JsonObject
+) -> tuple[Evidence | None, list[Problem]]:
+    """Judge a success as the output that it says it came from."""
     evidence, problems = _evidence(invocation, {
         "data": model["data"], "producer_revision": invocation.contract["producer"],
         **{name: model["provenance"][name] for name in ("resource_revision", "observed_at")},
         **{name: audit["downstream"][name] for name in ("request_id", "receipt_id")},
     })
-    problems = [p._replace(path=_CLAIMED_AT[p.path.split("/")[1]] + p.path) for p in problems]
+    return evidence, [
+        problem._replace(path=_ASSERTED_AT[tokens_of(problem.path)[0]] + problem.path)
+        for problem in problems]
+
+
+def _asserted_ending(invocation: Invocation, package: Any) -> tuple[Ending, list[Problem]]:
+    """Take the assertions out of a plain package, vet them, return the ending that they describe."""
+    problems = _unbelievable(_ASSERTIONS, package)
+    if problems:
+        return Ending("TOOL_ERROR", ""), problems
+    model, audit = package["model_result"], package["protected_audit"]
+    code = model["error"]["code"] if model["error"] else "OK"
+    ending = Ending(code, audit["recorded_at"])
+    problems = _implausible(invocation, code, model, audit)
+    if problems:
+        return ending, problems
+
+    if code != "OK":  # an error has no evidence, whatever it asserts
+        retry_after_ms = model["error"]["retry_after_ms"] if takes_retry_after(code) else None
+        return ending._replace(
+            status_ref=audit["downstream"]["status_ref"], retry_after_ms=retry_after_ms), []
+    evidence, problems = _asserted_evidence(invocation, model, audit)
     approval = audit["approval"] if invocation.tool.writes else None
-    return Ending(code, audit["recorded_at"], model["execution"]["delivery"], evidence, approval), problems
+    return ending._replace(
+        delivery=model["execution"]["delivery"], evidence=evidence, approval=approval), problems
 
 
 _ABSENT: Final = object()
 
 
-def _compare(expected: JsonObject, actual: JsonObject, path: Tokens, found: list[Problem]) -> None:
+def _compare(
+    expected: JsonObject, actual: JsonObject, path: tuple[str, ...], found: list[Problem]
+) -> None:
     """Add where a given object differs from the rebuilt one, member by member, by JSON equality."""
     for name, value in expected.items():
         other = actual.get(name, _ABSENT)
@@ -1659,14 +2538,24 @@ def _compare(expected: JsonObject, actual: JsonObject, path: Tokens, found: list
             _compare(value, other, (*path, name), found)
         elif other is _ABSENT:
             found.append(Problem(pointer((*path, name)), "missing", "must be present"))
-        elif value is not other and not same_json(value, other):
-            found.append(Problem(pointer((*path, name)), "rebuilt", "must be what trusted context leads to"))
-    if not actual.keys() <= expected.keys():
+        elif value is not other and not same_json(value, other):  # the same object is equal
+            message = "must be what trusted context leads to"
+            found.append(Problem(pointer((*path, name)), "rebuilt", message))
+
+    if len(actual) > len(expected) or not actual.keys() <= expected.keys():
         found.append(Problem(pointer(path), "unexpected", "must hold no other field"))
 
 
-def _rebuild_copy(invocation: Invocation, copy: Any) -> tuple[Package, list[Problem]]:
-    ending, problems = _claimed_ending(invocation, copy)
+def _rebuild(invocation: Invocation, package: object) -> tuple[Package, list[Problem]]:
+    """Return the package that invocation and assertions lead to, and how the given one differs."""
+    if type(invocation) is not Invocation:
+        return {}, [Problem("", "invocation", "must be an Invocation")]
+    try:
+        copy = plain_json(package)
+    except JsonError as error:
+        return {}, [Problem("", error.reason, str(error))]
+
+    ending, problems = _asserted_ending(invocation, copy)
     if problems:
         return {}, problems
     rebuilt = build_package(invocation, ending)
@@ -1674,21 +2563,14 @@ def _rebuild_copy(invocation: Invocation, copy: Any) -> tuple[Package, list[Prob
     return rebuilt, problems
 
 
-def _rebuild(invocation: Invocation, package: object) -> tuple[Package, list[Problem]]:
-    """Return the package that this invocation and the given claims lead to, and how the given one differs."""
-    if type(invocation) is not Invocation:
-        return {}, [Problem("", "invocation", "must be an Invocation")]
-    copy, problems = _copied_package(package)
-    return ({}, problems) if problems else _rebuild_copy(invocation, copy)
-
-
 def validate_result(invocation: Invocation, package: object) -> list[Problem]:
-    """Say where a package differs from the one that its invocation would have produced; never raises.
+    """Say where a package differs from the one that its invocation would have produced.
 
-    Returns an empty list for a sound package. A package whose claims cannot be believed is reported at those
-    claims; any other at every pointer where it differs from the rebuilt one, with the rule `missing`,
-    `unexpected` (at the parent) or `rebuilt` (invariant 9). Who can also recompute the unkeyed digests can
-    still change a claim: a digest is evidence of consistency, not of origin.
+    Never raises; returns an empty list for a sound package. A package whose assertions cannot be
+    believed is reported at those; any other at every pointer where it differs from the rebuilt
+    one, with the rule `missing`, `unexpected` (at the parent) or `rebuilt` (invariant 9). Who can
+    also recompute the unkeyed digests can still change an assertion: a digest is evidence of
+    consistency, not of origin.
     """
     return _rebuild(invocation, package)[1]
 
@@ -1701,14 +2583,14 @@ def _is_turn(invocations: Any) -> bool:
         return False
     if not all(type(invocation) is Invocation for invocation in invocations):
         return False
-    contexts = [invocation.call.context for invocation in invocations]
     turns = {(invocation.principal, invocation.call.context.profile, invocation.call.context.response_id)
              for invocation in invocations}
-    return len(turns) == 1 and len({context.call_id for context in contexts}) == len(contexts)
+    call_ids = {invocation.call.context.call_id for invocation in invocations}
+    return len(turns) == 1 and len(call_ids) == len(invocations)
 
 
-_CLAIMED_CALL: Final = open_object(
-    protected_audit=open_object(provider_context=open_object(call_id=IDENTIFIER)))
+_ASSERTED_CALL: Final = Contract(open_object(
+    protected_audit=open_object(provider_context=open_object(call_id=IDENTIFIER))))
 
 
 def _rebuild_set(invocations: Any, packages: Any) -> tuple[list[Package], list[Problem]]:
@@ -1718,50 +2600,65 @@ def _rebuild_set(invocations: Any, packages: Any) -> tuple[list[Package], list[P
     expected = {invocation.call.context.call_id: invocation for invocation in invocations}
     rebuilt: dict[str, Package] = {}
     problems: list[Problem] = []
+
     for index, package in enumerate(packages):
-        copy, found = _copied_package(package)
-        found = found or _unbelievable(_CLAIMED_CALL, copy)
-        call_id = "" if found else copy["protected_audit"]["provider_context"]["call_id"]
+        found = _unbelievable(_ASSERTED_CALL, package)
+        call_id = "" if found else package["protected_audit"]["provider_context"]["call_id"]
         if not found and call_id not in expected:
             found = [Problem("", "unknown", "must answer a call of this turn")]
         elif call_id in rebuilt:
             found = [Problem("", "duplicate", "must answer a call that has no result yet")]
         elif not found:
-            rebuilt[call_id], found = _rebuild_copy(expected[call_id], copy)
+            rebuilt[call_id], found = _rebuild(expected[call_id], package)
         problems += [problem._replace(path=f"/{index}{problem.path}") for problem in found]
-    unanswered = expected.keys() - rebuilt.keys()
-    problems += [Problem("", "missing", "must answer every call")] * len(unanswered)
+
+    unanswered = len(expected.keys() - rebuilt.keys())
+    problems += [Problem("", "missing", "must answer every call")] * unanswered
     return [rebuilt[call_id] for call_id in expected if call_id in rebuilt], problems
 
 
 def validate_result_set(invocations: Sequence[Invocation], packages: Sequence[object]) -> list[Problem]:
-    """Check the results of one turn, in any order; paths are led by the package's index; never raises.
+    """Check the results of one turn, in any order; paths are led by the package's index.
 
-    The turn has one principal, profile and response, and every call exactly one result: beyond the rules of
-    `validate_result` there are `turn`, `missing` (both at the root), `unknown` and `duplicate`.
+    Never raises. The turn has one principal, profile and response, and every call exactly one
+    result: beyond the rules of `validate_result` there are `turn`, `missing` (both at the root),
+    `unknown` and `duplicate`.
     """
     return _rebuild_set(invocations, packages)[1]
 
 
-# ===== 10. The ledger ===============================================================================
+# ===== 10. The ledger =============================================================================
 #
-#     absent --claim--> in_progress --commit--> committed
-#                       in_progress --doubt---> unknown --commit--> committed (evidence from a status query)
-#                       in_progress --release-> absent                        (NotStarted from the handler)
-#                       unknown -----release--> absent                        (NotStarted from a status query)
+#   absent --claim--> in_progress --commit--> committed
+#                     in_progress --doubt---> unknown --commit--> committed  (evidence from a query)
+#                     in_progress --release-> absent                         (NotStarted)
+#                     unknown -----release--> absent                         (NoEffect, from a query)
+#
+# What happened at most once is whatever one store says happened. So every transition is one store,
+# decided on an attempt: it happens only while that very attempt stands in a state that it may
+# leave. Whoever comes too late changes nothing and answers as a retry would.
+
+
+class LedgerError(RuntimeError):
+    """A transition that others were always quicker to undo; a claim that raises it ran nothing."""
+
+
+_NO_END: Final = f"what was in the way of {MAX_TURNS} tries was gone before it could be read"
 
 
 class Operation(NamedTuple):
     """One attempt at one effect: an immutable record, replaced whole by each transition.
 
-    The command is the handler's own, its arguments included; what was asked is read from `matter`.
+    `attempt` is 128 random bits in hex, made for each claim. `command` is a copy that no handler
+    has seen. `approval` is the public part of the consent, never its mac.
     """
 
     scope: Scope
     matter: Matter
-    intent: tuple[str, ...]
+    intent: Intent
     command: Command
-    approval: Approval
+    approval: JsonObject | None
+    attempt: str
     state: Literal["in_progress", "unknown", "committed"] = "in_progress"
     evidence: Evidence | None = None
 
@@ -1769,41 +2666,78 @@ class Operation(NamedTuple):
     def status_ref(self) -> str:
         return str(self.command.status_ref)
 
+    def is_open_to_query(self, now: int, lease_seconds: int) -> bool:
+        """Tell whether a status query may ask the downstream: the outcome is unknown, or the claim
+        is presumed abandoned, for its lease and its deadline have ended (half-open, in seconds).
+        """
+        ends = max(self.command.now + lease_seconds, self.command.deadline or 0)
+        return self.state == "unknown" or (self.state == "in_progress" and now >= ends)
+
+
+class Ledger(Protocol):
+    """What the dispatcher needs to remember. Whatever a method raises passes on unchanged.
+
+    A transition names the operation that it was decided on and compares its `attempt`.
+    """
+
+    def bind_call(self, identity: str, fingerprint: str, now: int) -> bool:
+        """Bind a call identity to a fingerprint (both hex) for good; tell whether it is this one."""
+
+    def find_standing(self, scope: Scope, matter: Matter) -> Operation | None:
+        """Return the unresolved operation on this matter under whatever key, else the scope's."""
+
+    def find_reference(self, status_ref: str) -> Operation | None:
+        """Return the operation of this status reference."""
+
+    def claim(self, operation: Operation) -> Operation:
+        """Record an attempt where nothing stands in its way; return what `find_standing` then does.
+
+        The claim is won where that has the operation's own attempt.
+        """
+
+    def commit(self, operation: Operation, evidence: Evidence, now: int) -> Operation:
+        """Record that an effect is proved; return the operation that then stands in the scope.
+
+        It has `evidence` itself, the same object, where this call stored it. An attempt that is
+        gone is stored again if its scope is free: an effect is proved, whatever was said before.
+        """
+
+    def doubt(self, operation: Operation) -> bool:
+        """Give up an attempt in progress whose ending nobody saw; tell whether it did."""
+
+    def release(self, operation: Operation) -> bool:
+        """Forget an attempt, in progress or unknown, that provably had no effect."""
+
+    def unresolved(self) -> list[Operation]:
+        """Return all operations in progress or unknown: what a restarted host must ask about."""
+
 
 _NO_SCOPE: Final = ("", "", "", None)
 
 
-class Ledger:
-    """Call identities and operations, in memory, under one lock that no callback ever runs under.
+class MemoryLedger:
+    """A ledger of dicts under one lock that no callback ever runs under: a page for the learner.
 
-    It is the seam for a durable one, which on opening turns every `in_progress` into `unknown`. A transition
-    replaces exactly the record it was decided on, else it changes nothing and returns `False` (compare and
-    swap): whoever was slower answers as a retry would. It grows with the calls and is never pruned.
+    It is gone with its process, knows nothing of another, and grows with the calls.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._calls: dict[bytes, bytes] = {}
-        # One table is the truth: a transition is one store into it, so an interruption finds it done or not
-        # begun. The other two only point into it and may point to what has gone or changed since.
+        # One table is the truth, so that an interruption finds a transition done or not begun. The
+        # other two only point into it, and may point to what has gone or changed since.
         self._operations: dict[Scope, Operation] = {}
         self._attempted: dict[Matter, Scope] = {}
         self._references: dict[str, Scope] = {}
 
-    def bind_call(self, identity: str, fingerprint: str) -> bool:
-        """Bind a call identity to a fingerprint for good (both hex); tell whether it is bound to this one."""
-        value = bytes.fromhex(fingerprint)  # raw bytes: half the memory of a table that only grows
+    def bind_call(self, identity: str, fingerprint: str, now: int) -> bool:
+        value = bytes.fromhex(fingerprint)  # half the memory, in a table that only grows
         with self._lock:
             return self._calls.setdefault(bytes.fromhex(identity), value) == value
 
-    def find(self, scope: Scope) -> Operation | None:
+    def find_standing(self, scope: Scope, matter: Matter) -> Operation | None:
         with self._lock:
-            return self._operations.get(scope)
-
-    def find_unresolved(self, matter: Matter) -> Operation | None:
-        """Return the operation on these very arguments that is in progress or unknown, under whatever key."""
-        with self._lock:
-            return self._standing_unresolved(matter)
+            return self._standing(scope, matter)
 
     def find_reference(self, status_ref: str) -> Operation | None:
         with self._lock:
@@ -1811,153 +2745,429 @@ class Ledger:
             return operation if operation and operation.status_ref == status_ref else None
 
     def claim(self, operation: Operation) -> Operation:
-        """Record an attempt where nothing stands in its way; return the operation that stands now.
-
-        That is `operation` itself, or the one that was there first: an unresolved one before a settled one.
-        """
         with self._lock:
-            standing = self._standing_unresolved(operation.matter) or self._operations.get(operation.scope)
+            standing = self._standing(operation.scope, operation.matter)
             if standing is None:
                 self._references[operation.status_ref] = operation.scope
                 self._attempted[operation.matter] = operation.scope
-                self._operations[operation.scope] = operation
-            return standing or operation
+                self._operations[operation.scope] = standing = operation
+            return standing
 
-    def commit(self, operation: Operation, evidence: Evidence) -> bool:
-        """Settle an operation in progress or unknown: its effect is proven, and so is its result."""
-        return self._move(operation, ("in_progress", "unknown"), state="committed", evidence=evidence)
+    def commit(self, operation: Operation, evidence: Evidence, now: int) -> Operation:
+        with self._lock:
+            standing = self._operations.get(operation.scope)
+            if standing and (standing.attempt != operation.attempt or standing.state == "committed"):
+                return standing
+            settled = operation._replace(state="committed", evidence=evidence)
+            self._operations[operation.scope] = settled
+            return settled
 
     def doubt(self, operation: Operation) -> bool:
-        """Give up an operation in progress whose ending nobody saw."""
-        return self._move(operation, ("in_progress",), state="unknown")
+        return self._move(operation, "unknown", "in_progress")
 
     def release(self, operation: Operation) -> bool:
-        """Forget an operation in progress or unknown that provably never began."""
-        return self._move(operation, ("in_progress", "unknown"), state="absent")
+        return self._move(operation, "absent", "in_progress", "unknown")
 
-    def _standing_unresolved(self, matter: Matter) -> Operation | None:
-        operation = self._operations.get(self._attempted.get(matter, _NO_SCOPE))
-        if operation is None or operation.state == "committed" or operation.matter != matter:
-            return None
-        return operation
-
-    def _move(self, operation: Operation, states: tuple[str, ...], *, state: Any, **changes: Any) -> bool:
+    def unresolved(self) -> list[Operation]:
         with self._lock:
-            if self._operations.get(operation.scope) is not operation or operation.state not in states:
+            return [each for each in self._operations.values() if each.state != "committed"]
+
+    def _move(self, operation: Operation, to: Any, *states: str) -> bool:
+        """Move the very attempt from one of these states to another; tell whether it stood there."""
+        with self._lock:
+            standing = self._operations.get(operation.scope)
+            if not standing or standing.attempt != operation.attempt or standing.state not in states:
                 return False
-            if state == "absent":
+            if to == "absent":
                 del self._operations[operation.scope]
             else:
-                self._operations[operation.scope] = operation._replace(state=state, **changes)
+                self._operations[operation.scope] = operation._replace(state=to)
             return True
 
+    def _standing(self, scope: Scope, matter: Matter) -> Operation | None:
+        attempted = self._operations.get(self._attempted.get(matter, _NO_SCOPE))
+        if attempted and attempted.matter == matter and attempted.state != "committed":
+            return attempted
+        return self._operations.get(scope)
 
-# ===== 11. The dispatcher ===========================================================================
-# One page of gates, and their order is the argument: what a call is comes before what it may do, that before
-# what it would do, and nothing is claimed until everything else has said yes. A gate returns a fact or
-# raises `Refused`; one `except` turns the refusal into a package, so that every way out is the same way.
+
+# --- The same in SQL: it survives a crash, and processes share it ---
+
+# Plain types and clauses that SQLite and PostgreSQL both know. Scope and matter stand as digests,
+# for no index holds 64 kB of arguments.
+_CREATE: Final = (
+    """CREATE TABLE IF NOT EXISTS tool_calls_v1 (
+        identity    TEXT PRIMARY KEY,   -- one call identity means one thing, for good
+        fingerprint TEXT NOT NULL,
+        bound_at    BIGINT NOT NULL)""",
+    """CREATE TABLE IF NOT EXISTS tool_operations_v1 (
+        scope       TEXT PRIMARY KEY,   -- invariant 6: one scope, one operation
+        matter      TEXT NOT NULL,
+        status_ref  TEXT NOT NULL,
+        attempt     TEXT NOT NULL,
+        state       TEXT NOT NULL,
+        settled_at  BIGINT,
+        record      TEXT NOT NULL,
+        evidence    TEXT)""",
+    # Invariant 6 again: one matter has one open outcome, whatever keys it is tried under.
+    """CREATE UNIQUE INDEX IF NOT EXISTS tool_operations_v1_open
+        ON tool_operations_v1 (matter) WHERE state <> 'committed'""",
+    """CREATE INDEX IF NOT EXISTS tool_operations_v1_reference
+        ON tool_operations_v1 (status_ref)""",
+)
+_SELECT: Final = "SELECT record, state, evidence FROM tool_operations_v1"
 
 
-def _reachable_resource(invocation: Invocation) -> Resource:
+def _record_of(operation: Operation) -> str:
+    """Write what never changes of an operation as canonical JSON: all but its state and evidence."""
+    command = operation.command
+    principal = [command.principal.tenant_id, command.principal.subject_id, [*command.principal.roles]]
+    return canonical_json([
+        operation.scope, operation.matter, operation.intent, [principal, *command[1:]],
+        operation.approval, operation.attempt])
+
+
+def _operation_of(record: str, state: Any, evidence: str | None) -> Operation:
+    """Read an operation back; the constructors of its parts judge what they get."""
+    scope, matter, intent, (principal, *order), approval, attempt = _decode_canonical(record)
+    tenant_id, subject_id, roles = principal
+    return Operation(
+        tuple(scope), tuple(matter), Intent(*intent),
+        Command(Principal(tenant_id, subject_id, tuple(roles)), *order),
+        approval, attempt, state, Evidence(*_decode_canonical(evidence)) if evidence else None)
+
+
+class SqlLedger:
+    """A ledger in two tables of one PEP 249 connection, whose use it serializes.
+
+    Each statement is its own transaction, so the connection's mode does not matter; on an exception
+    it is rolled back, and the exception passes on. `placeholder` is how the driver writes a
+    parameter: `?` for sqlite3, `%s` for PostgreSQL's psycopg. Tables are created where they are
+    missing. Records hold arguments and results in plain text: protecting them is the host's. A lost
+    connection means a new ledger object.
+    """
+
+    def __init__(self, connection: Any, *, placeholder: str = "?") -> None:
+        self._connection = connection
+        self._placeholder = placeholder
+        self._lock = threading.Lock()
+        for statement in _CREATE:
+            try:
+                self._run(statement)
+            except Exception:  # another process was quicker; a true fault says so again
+                self._run(statement)
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> SqlLedger:
+        """Open an SQLite file, shared by threads and by processes of one machine.
+
+        Not across a fork, and not on a network file system: there its locks do not hold.
+        """
+        import sqlite3  # only here: the other ledgers start without it
+
+        connection = sqlite3.connect(path, timeout=30, check_same_thread=False)
+        try:
+            # A writer does not block readers; whoever else is switching at this moment does it too.
+            with contextlib.suppress(sqlite3.OperationalError):
+                connection.execute("PRAGMA journal_mode=WAL").close()
+            # A commit that was answered survives a loss of power.
+            connection.execute("PRAGMA synchronous=FULL").close()
+            return cls(connection)
+        except BaseException:
+            connection.close()
+            raise
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def __enter__(self) -> SqlLedger:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def bind_call(self, identity: str, fingerprint: str, now: int) -> bool:
+        insert = "INSERT INTO tool_calls_v1 VALUES (?, ?, ?) ON CONFLICT DO NOTHING"
+        select = "SELECT fingerprint FROM tool_calls_v1 WHERE identity = ?"
+        return self._run(insert, identity, fingerprint, now)[0] == 1 or (
+            self._run(select, identity)[1] == [(fingerprint,)])
+
+    def find_standing(self, scope: Scope, matter: Matter) -> Operation | None:
+        # A row of another scope can only be the open one on the matter, and comes first.
+        return self._find(
+            _SELECT + " WHERE scope = ? OR (matter = ? AND state <> 'committed')"
+            " ORDER BY CASE WHEN scope = ? THEN 1 ELSE 0 END",
+            digest(scope), digest(matter), digest(scope))
+
+    def find_reference(self, status_ref: str) -> Operation | None:
+        return self._find(_SELECT + " WHERE status_ref = ?", status_ref)
+
+    def claim(self, operation: Operation) -> Operation:
+        for _ in range(MAX_TURNS):
+            self._insert(operation, None)
+            standing = self.find_standing(operation.scope, operation.matter)
+            if standing:
+                return standing
+            # What was in the way is gone: between two statements everything may change.
+        raise LedgerError(_NO_END)
+
+    def commit(self, operation: Operation, evidence: Evidence, now: int) -> Operation:
+        settled = operation._replace(state="committed", evidence=evidence)
+        update = (
+            "UPDATE tool_operations_v1 SET state = 'committed', settled_at = ?, evidence = ?"
+            " WHERE scope = ? AND attempt = ? AND state <> 'committed'")
+        stored = now, canonical_json(evidence), digest(operation.scope), operation.attempt
+        for _ in range(MAX_TURNS):
+            if self._run(update, *stored)[0] == 1 or self._insert(settled, now) == 1:
+                return settled
+            standing = self._find(_SELECT + " WHERE scope = ?", digest(operation.scope))
+            if standing:
+                return standing
+        raise LedgerError(_NO_END)
+
+    def doubt(self, operation: Operation) -> bool:
+        update = (
+            "UPDATE tool_operations_v1 SET state = 'unknown'"
+            " WHERE scope = ? AND attempt = ? AND state = 'in_progress'")
+        return self._run(update, digest(operation.scope), operation.attempt)[0] == 1
+
+    def release(self, operation: Operation) -> bool:
+        delete = (
+            "DELETE FROM tool_operations_v1"
+            " WHERE scope = ? AND attempt = ? AND state <> 'committed'")
+        return self._run(delete, digest(operation.scope), operation.attempt)[0] == 1
+
+    def unresolved(self) -> list[Operation]:
+        rows = self._run(_SELECT + " WHERE state <> 'committed' ORDER BY scope")[1]
+        return [_operation_of(*row) for row in rows]
+
+    def prune(self, now: int, *, keep_seconds: int) -> None:
+        """Delete call identities bound and operations committed more than `keep_seconds` ago.
+
+        At least 86,400. It must outlive every retry: a key that was forgotten acts once more. An
+        unresolved operation is never deleted. Raises `HostContextError`.
+        """
+        _require_instants(now=now)
+        _require_count("keep_seconds", keep_seconds, 86_400)
+        for statement in (
+            "DELETE FROM tool_calls_v1 WHERE bound_at < ?",
+            "DELETE FROM tool_operations_v1 WHERE settled_at < ? AND state = 'committed'",
+        ):
+            self._run(statement, now - keep_seconds)
+
+    def _insert(self, operation: Operation, settled_at: int | None) -> int:
+        return self._run(
+            "INSERT INTO tool_operations_v1 VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
+            digest(operation.scope), digest(operation.matter), operation.status_ref,
+            operation.attempt, operation.state, settled_at, _record_of(operation),
+            operation.evidence and canonical_json(operation.evidence))[0]
+
+    def _find(self, statement: str, *values: object) -> Operation | None:
+        rows = self._run(statement, *values)[1]
+        return _operation_of(*rows[0]) if rows else None
+
+    def _run(self, statement: str, *values: object) -> tuple[int, list[tuple[Any, ...]]]:
+        """Run one statement in a transaction of its own; return its row count and its rows."""
+        with self._lock:
+            try:
+                with contextlib.closing(self._connection.cursor()) as cursor:
+                    cursor.execute(statement.replace("?", self._placeholder), values)
+                    # PEP 249: only a statement that answers rows has a description.
+                    rows = iter(cursor.fetchone, None) if cursor.description else ()
+                    answer = int(cursor.rowcount), [tuple(row) for row in rows]
+                self._connection.commit()
+                return answer
+            except BaseException:
+                with contextlib.suppress(Exception):  # a lost connection cannot roll back either
+                    self._connection.rollback()
+                raise
+
+
+# ===== 11. The dispatcher =========================================================================
+# One page of gates, and their order is the argument: what a call is comes before what it may do,
+# that before what it would do, and nothing is claimed until everything else has said yes. A gate
+# returns a fact or raises `Refused`; one `except` turns the refusal into a package, so that every
+# way out is the same way (invariant 10).
+
+
+class Fault(NamedTuple):
+    """What the host is told of an ending, and nobody else, for it may hold anybody's text.
+
+    `error` is the exception of an author's callable, with its traceback; `problems` say why an
+    answer was refused. `gate` names where.
+    """
+
+    gate: str
+    invocation: Invocation
+    error: Exception | None
+    problems: tuple[Problem, ...]
+
+
+class RunBudget:
+    """What one run, a user's request with all its turns, may use; shared by threads.
+
+    A call identity that was not seen before costs one call, and more than `max_repeats` identities
+    with one request are a loop. The same identity again costs nothing: a call that waited for an
+    approval is no new one. It lives in its process. Raises `HostContextError` for bounds that are
+    no integers of at least 1 (`max_effects`: 0).
+    """
+
+    def __init__(self, *, max_calls: int, max_repeats: int, max_effects: int) -> None:
+        _require_count("max_calls", max_calls, 1)
+        _require_count("max_repeats", max_repeats, 1)
+        _require_count("max_effects", max_effects, 0)
+        self._max_calls, self._max_repeats = max_calls, max_repeats
+        self._effects_left = max_effects
+        self._calls: set[str] = set()
+        self._requests: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def take_call(self, identity: str, request: str) -> bool:
+        """Count a call identity with its request digest; tell whether the run may make it."""
+        with self._lock:
+            if identity in self._calls:
+                return True
+            if len(self._calls) >= self._max_calls or self._requests[request] >= self._max_repeats:
+                return False
+            self._calls.add(identity)
+            self._requests[request] += 1
+            return True
+
+    def take_effect(self) -> bool:
+        """Take one effect; tell whether there was one left."""
+        with self._lock:
+            if self._effects_left < 1:
+                return False
+            self._effects_left -= 1
+            return True
+
+    def give_back_effect(self) -> None:
+        """Return an effect that was taken and did not happen."""
+        with self._lock:
+            self._effects_left += 1
+
+
+_DECLINED: Final = {"rejected": "APPROVAL_REJECTED", "cancelled": "CALL_CANCELLED"}
+
+
+def _reach_resource(invocation: Invocation) -> Resource:
     """Ask the tool's author; absent, forbidden and nonsense are one answer (invariant 4)."""
-    answer, error = _attempt(invocation.tool.find_resource, invocation.principal, invocation.arguments())
-    if error is not None:
-        raise Refused(_proven_code(error) or "TOOL_ERROR")
-    if not is_resource(answer):
+    answer = ask_author(
+        lambda: Refused("TOOL_ERROR", gate="authorization"),
+        invocation.tool.find_resource, invocation.principal, invocation.arguments())
+    if answer is None:
         raise Refused("NOT_FOUND")
+    if not is_resource(answer):
+        wrong = Problem("", "resource", "must be a Resource (identifier, bool) or None")
+        raise Refused("NOT_FOUND", gate="authorization", problems=[wrong])
     return answer
 
 
-def _command(invocation: Invocation, resource: Resource, now: int, deadline: int | None) -> Command:
-    context = invocation.call.context
-    return Command(
-        invocation.principal, invocation.call.name, invocation.arguments(),
-        context.operation_id, context.idempotency_key,
-        invocation.request_sha256, invocation.status_ref, resource.revision, now, deadline,
-    )
-
-
-def _require_replayable(invocation: Invocation, standing: Operation | None) -> Operation | None:
-    """Judge what stands in an invocation's way: an open outcome first, then another intent, then a replay."""
-    if standing is None:
-        return None
+def _obstacle_in(standing: Operation, invocation: Invocation) -> Refused | None:
+    """Judge what stands in the way: an open outcome, another intent, or nothing but a replay."""
+    # A new key, another provider or a new revision is no way around an open outcome (invariant 7).
     if standing.state != "committed" and standing.matter == invocation.matter:
-        raise Refused("OUTCOME_UNKNOWN", standing.status_ref)
-    if standing.intent != invocation.intent:
-        raise Refused("IDEMPOTENCY_CONFLICT")
-    return standing
-
-
-def _success(
-    invocation: Invocation, delivery: str, evidence: Evidence | None, approval: Approval | None, now: int
-) -> Package:
-    public = approval.public() if approval else None
-    return build_package(invocation, Ending("OK", utc_text(now), delivery, evidence, public))
-
-
-def _is_receipt_of(receipt: object, operation: Operation, invocation: Invocation) -> bool:
-    """Tell whether a receipt speaks of this operation's effect; its result is judged afterwards."""
-    if type(receipt) is not Receipt:
-        return False
-    due = operation.status_ref, operation.command.request_sha256, invocation.contract["effect"]
-    return same_json([*due], [*_fields(receipt).values()][:len(due)])
+        return Refused("OUTCOME_UNKNOWN", standing.status_ref)
+    return Refused("IDEMPOTENCY_CONFLICT") if standing.intent != invocation.intent else None
 
 
 class Dispatcher:
-    """The boundary. `observe(gate)` is called as each gate is entered; the last one is where a call ended.
+    """The boundary between proposals and effects.
 
-    An observer's exceptions pass on unchanged; after the claim they leave the operation `unknown`.
+    `observe(gate)` is called as each gate is entered; the last one is where a call ended. `on_fault`
+    gets a `Fault` once, after the ledger is settled, for every ending that an author's exception or
+    malformed answer led to. `lease_seconds` is how long a claim is presumed alive. What observer,
+    `on_fault` or ledger raise passes on unchanged: dispatching the same call again tells what
+    stands then. Raises `HostContextError` for a lease below one second.
     """
 
     def __init__(
         self, registry: Registry, authority: ApprovalAuthority, ledger: Ledger, *,
         observe: Callable[[str], object] | None = None,
+        on_fault: Callable[[Fault], object] | None = None,
+        lease_seconds: int = 300,
     ) -> None:
+        _require_count("lease_seconds", lease_seconds, 1)
         self.registry = registry
         self.authority = authority
         self.ledger = ledger
         self._observe = observe
+        self._on_fault = on_fault
+        self._lease_seconds = lease_seconds
 
     def resolve(self, principal: Principal, call: ToolCall) -> Invocation:
-        """Return the trusted context of a call. Raises `HostContextError` for no principal or no call."""
-        _require_host(type(call) is ToolCall, "call")
+        """Return the trusted context of a call. Raises `HostContextError` for anything else."""
+        _require_host(type(call) is ToolCall, "call", "a ToolCall")
         return Invocation(principal, call, self.registry.find(call.name))
 
     def find_resource(self, invocation: Invocation) -> Resource | None:
-        """Return the resource that an approver should look at; `None` where this call could not reach one."""
+        """Return what an approver should look at; `None` where this call could reach nothing."""
         try:
-            return _reachable_resource(invocation) if invocation.input_verdict[0] == "OK" else None
+            return _reach_resource(invocation) if invocation.verdict.code == "OK" else None
         except Refused:
             return None
+
+    # --- The page ---
 
     def dispatch(
         self, principal: Principal, call: ToolCall, *,
         approvals: Sequence[object] = (), now: int, deadline: int | None = None,
+        budget: RunBudget | None = None,
     ) -> Package:
-        """Decide one call, run it at most once, return its package, whatever the model said (invariant 10).
+        """Decide one call, run it at most once, and return its package, whatever the model said.
 
-        `now` and `deadline` are whole seconds since the epoch by the host's clock; the deadline is half-open.
-        Raises `HostContextError` for what only the host can have caused, before any state changes.
+        `now` and `deadline` are whole seconds since the epoch by the host's clock; the deadline is
+        half-open. Raises `HostContextError` for what only the host can have caused, before any
+        state changes.
         """
         self._enter("host_context")
         invocation = self.resolve(principal, call)
-        _require_host(is_sequence(approvals), "approvals")
-        _require_host(is_instant(now) and (deadline is None or is_instant(deadline)), "now or deadline")
+        _require_host(is_sequence(approvals), "approvals", "a list or a tuple")
+        _require_instants(now=now, deadline=now if deadline is None else deadline)
+        _require_host(budget is None or type(budget) is RunBudget, "budget", "a RunBudget")
+
         try:
-            tool = self._require_contract(invocation, "dispatch")
-            resource = self._require_authorization(invocation)
-            committed = self._require_idempotency(invocation) if tool.writes else None
+            resource = self._admit(invocation, "dispatch", now, budget)
+
+            committed = self._require_idempotency(invocation)
             if committed:
                 return self._replay(invocation, committed, now)
-            self._require_business_state(resource)
-            approval = self._require_approval(invocation, resource, approvals, now) if tool.writes else None
-            self._require_deadline(now, deadline)
-            command = _command(invocation, resource, now, deadline)
-            if approval:
-                return self._write(invocation, command, approval)
+
+            self._require("business_state", resource.permits, "BUSINESS_RULE_VIOLATION")
+            approval = self._require_approval(invocation, resource, approvals, now)
+            self._require("deadline", deadline is None or now < deadline, "TIMEOUT_BEFORE_EXECUTE")
+
+            command = self._command(invocation, resource, now, deadline)
+            if invocation.tool.writes:
+                return self._write(invocation, command, approval, budget)
             return self._read(invocation, command)
         except Refused as refusal:
-            return self._refusal(invocation, refusal, now)
+            return self._answer_refusal(invocation, refusal, now)
+
+    def decline(self, principal: Principal, call: ToolCall, *, reason: str, now: int) -> Package:
+        """Return the last result of a call that a person refused or a host stopped.
+
+        `reason` is exactly `rejected` or `cancelled`. Bad arguments, an open outcome or a committed
+        effect answer as they would have. It tells what stood when it was asked and records only the
+        call identity: whoever could dispatch the same call must be stopped by the host, with
+        `ApprovalAuthority.revoke`. Raises `HostContextError` as `dispatch` does.
+        """
+        self._enter("host_context")
+        invocation = self.resolve(principal, call)
+        _require_host(type(reason) is str and reason in _DECLINED, "reason", "rejected or cancelled")
+        _require_instants(now=now)
+
+        try:
+            self._admit(invocation, "dispatch", now)
+
+            committed = self._require_idempotency(invocation)
+            if committed:
+                return self._replay(invocation, committed, now)
+
+            self._enter("decline")
+            raise Refused(_DECLINED[reason])
+        except Refused as refusal:
+            return self._answer_refusal(invocation, refusal, now)
 
     def query_operation_status(
         self, principal: Principal, call: ToolCall, *,
@@ -1965,24 +3175,39 @@ class Dispatcher:
     ) -> Package:
         """Ask what became of an operation; never runs a handler (invariant 7).
 
-        `call` repeats the write's proposal and key under a call identity of its own. `status_ref` and
-        `expected_request_sha256` come from the audit of the package that left the outcome open. Raises
-        `HostContextError` as `dispatch` does.
+        `call` repeats the write's proposal and key under a call identity of its own. `status_ref`
+        and `expected_request_sha256` come from the audit of the package that left the outcome open,
+        or from `Ledger.unresolved`. Raises `HostContextError` as `dispatch` does.
         """
         self._enter("host_context")
         invocation = self.resolve(principal, call)
-        _require_host(is_identifier(status_ref), "status reference")
-        _require_host(is_digest(expected_request_sha256) and is_instant(now), "expected digest or now")
+        _require_identifiers(status_ref=status_ref)
+        _require_host(
+            is_digest(expected_request_sha256), "expected_request_sha256", "a SHA-256 in lowercase hex")
+        _require_instants(now=now)
+
         try:
-            self._require_contract(invocation, "query_status")
-            self._require_authorization(invocation)
+            self._admit(invocation, "query_status", now)
+
             package: Package | None = None
-            while package is None:  # again only where somebody else settled the operation meanwhile
-                operation = self._require_operation(invocation, status_ref, expected_request_sha256)
+            while package is None:  # again only where somebody else settled it meanwhile
+                operation = self._require_operation(
+                    invocation, status_ref, expected_request_sha256, now)
                 package = self._settle(invocation, operation, now)
             return package
         except Refused as refusal:
-            return self._refusal(invocation, refusal, now)
+            return self._answer_refusal(invocation, refusal, now)
+
+    def _admit(
+        self, invocation: Invocation, purpose: Purpose, now: int, budget: RunBudget | None = None
+    ) -> Resource:
+        """Pass the gates that stand before every call: what it is, then what it may reach."""
+        self._require_identity(invocation, purpose, now)
+        self._require_budget(invocation, budget)
+        self._require("registry", invocation.spec is not None, "UNKNOWN_TOOL")      # invariant 1
+        self._require_input(invocation)
+        self._enter("authorization")
+        return _reach_resource(invocation)
 
     # --- Gates: each is entered, then returns a fact or refuses ---
 
@@ -1992,41 +3217,62 @@ class Dispatcher:
         try:
             self._observe(gate)
         except Refused as error:
-            error.foreign = True  # an observer is no gate: what it raises is no refusal and passes on
+            error.is_foreign = True  # an observer is no gate: what it raises is no refusal
             raise
 
-    def _require_contract(self, invocation: Invocation, purpose: Purpose) -> ToolSpec:
-        self._enter("call_identity")
-        if not self.ledger.bind_call(invocation.identity_sha256, invocation.fingerprint_sha256(purpose)):
-            raise Refused("CALL_ID_CONFLICT")
-        self._enter("registry")
-        tool = invocation.tool  # invariant 1
-        self._enter("input")
-        code, _ = invocation.input_verdict  # invariant 2
-        if code != "OK":
+    def _require(self, gate: str, holds: bool, code: str) -> None:
+        """Pass a gate that needs nothing but one fact."""
+        self._enter(gate)
+        if not holds:
             raise Refused(code)
-        return tool
 
-    def _require_authorization(self, invocation: Invocation) -> Resource:
-        self._enter("authorization")
-        return _reachable_resource(invocation)
+    def _require_identity(self, invocation: Invocation, purpose: Purpose, now: int) -> None:
+        """One provider call identity means one request and one purpose, for good (invariant 3)."""
+        self._enter("call_identity")
+        fingerprint = invocation.fingerprint_sha256(purpose)
+        if not self.ledger.bind_call(invocation.identity_sha256, fingerprint, now):
+            raise Refused("CALL_ID_CONFLICT")
+
+    def _require_budget(self, invocation: Invocation, budget: RunBudget | None) -> None:
+        """A run that loops is stopped before it asks anything of anybody."""
+        if budget is None:
+            return
+        self._enter("budget")
+        if not budget.take_call(invocation.identity_sha256, invocation.request_sha256):
+            raise Refused("BUDGET_EXHAUSTED")
+
+    def _require_input(self, invocation: Invocation) -> None:
+        """Only arguments that keep contract and rules go any further (invariant 2)."""
+        self._enter("input")
+        code, problems, error = invocation.verdict
+        if code == "OK":
+            return
+        # The model's own mistake is nobody's fault; rules that raised or answered nonsense are.
+        refusal = Refused(code, gate="" if code == "INVALID_ARGUMENTS" else "input", problems=problems)
+        refusal.error = error
+        raise refusal
 
     def _require_idempotency(self, invocation: Invocation) -> Operation | None:
-        """Return the committed operation that a retry replays, `None` for a new one."""
+        """Return the committed operation that a retry replays, `None` for a new one (invariant 6)."""
+        if not invocation.tool.writes:
+            return None
         self._enter("idempotency")
         if invocation.call.context.idempotency_key is None:
             raise Refused("IDEMPOTENCY_KEY_REQUIRED")
-        unresolved = self.ledger.find_unresolved(invocation.matter)
-        return _require_replayable(invocation, unresolved or self.ledger.find(invocation.scope))
-
-    def _require_business_state(self, resource: Resource) -> None:
-        self._enter("business_state")
-        if not resource.permits:
-            raise Refused("BUSINESS_RULE_VIOLATION")
+        standing = self.ledger.find_standing(invocation.scope, invocation.matter)
+        if standing and (obstacle := _obstacle_in(standing, invocation)):
+            raise obstacle
+        return standing
 
     def _require_approval(
         self, invocation: Invocation, resource: Resource, approvals: Sequence[object], now: int
-    ) -> Approval:
+    ) -> Approval | None:
+        """Demand the consent of a write's contract, given to exactly this call in exactly this
+        state (invariant 5); `None` where none is needed.
+        """
+        tool = invocation.tool
+        if not tool.writes or tool.consent == "none":
+            return None
         self._enter("approval")
         if not approvals:
             raise Refused("APPROVAL_REQUIRED")
@@ -2035,123 +3281,212 @@ class Dispatcher:
                 return approval
         raise Refused("APPROVAL_INVALID")
 
-    def _require_deadline(self, now: int, deadline: int | None) -> None:
-        self._enter("deadline")
-        if deadline is not None and now >= deadline:
-            raise Refused("TIMEOUT_BEFORE_EXECUTE")
-
     def _require_output(self, invocation: Invocation, result: object) -> Evidence:
+        """Only data that keeps its contract becomes evidence (invariant 8)."""
         self._enter("output")
-        evidence, _ = _examined_output(invocation, result)
+        evidence, problems = _examined_output(invocation, result)
         if evidence is None:
-            raise Refused("OUTPUT_CONTRACT_VIOLATION")
+            raise Refused("OUTPUT_CONTRACT_VIOLATION", gate="output", problems=problems)
         return evidence
 
-    def _require_operation(self, invocation: Invocation, status_ref: str, request_sha256: str) -> Operation:
+    def _require_operation(
+        self, invocation: Invocation, status_ref: str, request_sha256: str, now: int
+    ) -> Operation:
+        """Find the operation that a query asks about, and demand that it asks about that one."""
         self._enter("status_ref")
         operation = self.ledger.find_reference(status_ref)
         if operation is None or operation.scope[:2] != invocation.scope[:2]:
-            raise Refused("NOT_FOUND")  # unknown, released, or another principal's: one answer (invariant 4)
-        if operation.scope != invocation.scope or operation.intent != invocation.intent:
+            raise Refused("NOT_FOUND")  # unknown, released, or another principal's (invariant 4)
+
+        asked = invocation.scope, invocation.matter, request_sha256, invocation.intent[1:4]
+        stands = (operation.scope, operation.matter, operation.command.request_sha256,
+                  operation.intent[1:4])
+        if asked != stands or not invocation.tool.writes:
             raise Refused("STATUS_CONFLICT")
-        if request_sha256 != operation.command.request_sha256:
+        # After a deployment the contract differs; who is asked whether nothing happened still knows.
+        is_open = operation.is_open_to_query(now, self._lease_seconds)
+        if operation.intent != invocation.intent and not is_open:
             raise Refused("STATUS_CONFLICT")
         return operation
 
+    def _require_receipt(
+        self, invocation: Invocation, operation: Operation, answer: object
+    ) -> Evidence:
+        """Only a receipt of this very effect, under this very contract, settles it (invariant 7)."""
+        if operation.intent != invocation.intent:
+            raise Refused("STATUS_CONFLICT")
+        due = [operation.status_ref, operation.command.request_sha256, invocation.contract["effect"]]
+        if type(answer) is not Receipt or not same_json(due, [*answer[:len(due)]]):
+            wrong = Problem("", "receipt", "must be this operation's Receipt, NoEffect or None")
+            raise Refused("STATUS_CONFLICT", gate="receipt", problems=[wrong])
+        return self._require_output(invocation, answer.result)
+
     # --- Endings ---
+
+    def _command(
+        self, invocation: Invocation, resource: Resource, now: int, deadline: int | None
+    ) -> Command:
+        context = invocation.call.context
+        return Command(
+            invocation.principal, invocation.call.name, invocation.arguments(),
+            context.operation_id, context.idempotency_key,
+            invocation.request_sha256, invocation.status_ref, resource.revision, now, deadline,
+            attempt=secrets.token_hex(16) if invocation.tool.writes else None,
+        )
+
+    def _run_handler(self, invocation: Invocation, command: Command, code: str) -> object:
+        """Run the handler; `code` answers an exception that proves nothing."""
+        try:
+            return ask_author(
+                lambda: Refused(code, command.status_ref, gate="handler"),
+                invocation.tool.handler, command)
+        except Refused as refusal:
+            raise _proof_in(refusal.error) or refusal from None
 
     def _read(self, invocation: Invocation, command: Command) -> Package:
         self._enter("handler")
-        result, error = _attempt(invocation.tool.handler, command)
-        if error is not None:
-            raise Refused(_proven_code(error) or "TOOL_ERROR")
-        return _success(invocation, "fresh", self._require_output(invocation, result), None, command.now)
+        result = self._run_handler(invocation, command, "TOOL_ERROR")
+        evidence = self._require_output(invocation, result)
+        return self._succeed(invocation, "fresh", evidence, None, command.now)
 
-    def _write(self, invocation: Invocation, command: Command, approval: Approval) -> Package:
-        """Claim, run the handler once, leave the operation committed, released or unknown (invariant 6)."""
-        operation = Operation(invocation.scope, invocation.matter, invocation.intent, command, approval)
+    def _write(
+        self, invocation: Invocation, command: Command, approval: Approval | None,
+        budget: RunBudget | None,
+    ) -> Package:
+        """Act at most once (invariant 6), and give up what was interrupted (invariant 7)."""
+        self._enter("claim")
+        budget = budget or RunBudget(max_calls=1, max_repeats=1, max_effects=1)  # of this one call
+        if not budget.take_effect():
+            raise Refused("BUDGET_EXHAUSTED")
+        # The record keeps a command of its own: the handler may do to its copy what it likes.
+        operation = Operation(
+            invocation.scope, invocation.matter, invocation.intent,
+            command._replace(arguments=invocation.arguments()),
+            approval.public() if approval else None, str(command.attempt))
+
         try:
-            self._enter("claim")
-            standing = self.ledger.claim(operation)
-            if standing is not operation:
-                return self._overtaken(invocation, standing, command.now)
-            self._enter("handler")
-            result, error = _attempt(invocation.tool.handler, command)
-            if error is not None:
-                code = _proven_code(error)
-                if code is None:
-                    raise Refused("OUTCOME_UNKNOWN", operation.status_ref)
-                if self.ledger.release(operation):
-                    raise Refused(code)
-            elif self.ledger.commit(operation, evidence := self._require_output(invocation, result)):
-                return _success(invocation, "fresh", evidence, approval, command.now)
-            else:
-                return self._outrun(invocation, operation)
-            return self._overtaken(invocation, self.ledger.find(operation.scope), command.now)
-        finally:  # whatever was raised by whom; it changes nothing once the operation is settled
-            try:
+            ended = self._run_once(invocation, operation, command, budget)
+        except BaseException:
+            # Whatever was raised by whom, an interruption too, nobody saw how the attempt ended.
+            # Should this fail as well, the lease heals it, and the first cause must be seen.
+            with contextlib.suppress(Exception):
                 self.ledger.doubt(operation)
-            except BaseException:  # an interruption fell into it
-                self.ledger.doubt(operation)
+            raise
+
+        if isinstance(ended, Refused):
+            raise ended
+        return ended
+
+    def _run_once(
+        self, invocation: Invocation, operation: Operation, command: Command, budget: RunBudget
+    ) -> Package | Refused:
+        """Claim, run, settle: a straight line. Raises only while the attempt's ending is open.
+
+        Whoever finds another in its place answers as a retry would.
+        """
+        standing = self.ledger.claim(operation)
+        if standing.attempt != operation.attempt:
+            budget.give_back_effect()
+            return _obstacle_in(standing, invocation) or self._replay(invocation, standing, command.now)
+
+        self._enter("handler")
+        try:
+            result = self._run_handler(invocation, command, "OUTCOME_UNKNOWN")
+        except Refused as refusal:
+            if refusal.code == "OUTCOME_UNKNOWN":
                 raise
+            budget.give_back_effect()
+            if self.ledger.release(operation):
+                return refusal
+            # The handler proved that nothing began; who stands there now, if anybody, is another.
+            other = self.ledger.find_standing(operation.scope, operation.matter)
+            return refusal if other is None else (
+                _obstacle_in(other, invocation) or self._replay(invocation, other, command.now))
 
-    def _overtaken(self, invocation: Invocation, standing: Operation | None, now: int) -> Package:
-        """Answer as a retry would: somebody else holds this scope or these very arguments."""
-        committed = _require_replayable(invocation, standing)
-        if committed is None:
-            raise Refused("OUTCOME_UNKNOWN", invocation.status_ref)
-        return self._replay(invocation, committed, now)
+        evidence = self._require_output(invocation, result)
+        standing = self.ledger.commit(operation, evidence, command.now)
+        return self._answer_commit(invocation, operation, standing, evidence, "fresh", command.now)
 
-    def _outrun(self, invocation: Invocation, operation: Operation) -> Package:
-        """Answer for an effect that others settled: with their record of it or with doubt (invariant 7)."""
-        try:
-            return self._overtaken(invocation, self.ledger.find(operation.scope), operation.command.now)
-        except Refused:
-            raise Refused("OUTCOME_UNKNOWN", operation.status_ref) from None
-
-    def _replay(self, invocation: Invocation, committed: Operation, now: int) -> Package:
-        return _success(invocation, "local_replay", committed.evidence, committed.approval, now)
+    def _answer_commit(
+        self, invocation: Invocation, operation: Operation, standing: Operation,
+        evidence: Evidence, delivery: str, now: int,
+    ) -> Package | Refused:
+        """Answer for a proved effect by what the ledger says stands."""
+        if standing.attempt != operation.attempt:
+            # A replay of the other attempt would hide that there were two effects.
+            return Refused("OUTCOME_UNKNOWN", operation.status_ref)
+        if standing.evidence is not evidence:
+            # A status query was quicker; what it recorded is what every later replay will say.
+            return self._replay(invocation, standing, now)
+        return self._succeed(invocation, delivery, evidence, operation.approval, now)
 
     def _settle(self, invocation: Invocation, operation: Operation, now: int) -> Package | None:
-        """Answer a status query from the record or a receipt; `None` where the record changed meanwhile."""
+        """Answer a status query from the record or the downstream; `None` where the record changed."""
         if operation.state == "committed":
             return self._replay(invocation, operation, now)
-        if operation.state == "in_progress":
+        if not operation.is_open_to_query(now, self._lease_seconds):
             raise Refused("OUTCOME_UNKNOWN", operation.status_ref)
+
         self._enter("receipt")
-        command = operation.command._replace(arguments=invocation.arguments(), now=now)  # a fresh copy
-        receipt, error = _attempt(invocation.tool.find_receipt, command)  # type: ignore[arg-type]
-        code = _proven_code(error)
-        if code:
-            if self.ledger.release(operation):
-                raise Refused(code)
-            return None
-        if receipt is None:
+        find_receipt = invocation.tool.find_receipt
+        command = operation.command._replace(arguments=invocation.arguments(), now=now)
+        answer: object = ask_author(
+            lambda: Refused("OUTCOME_UNKNOWN", operation.status_ref, gate="receipt"),
+            find_receipt, command)  # type: ignore[arg-type]
+        if answer is None:
             raise Refused("OUTCOME_UNKNOWN", operation.status_ref)
-        if not _is_receipt_of(receipt, operation, invocation):
-            raise Refused("STATUS_CONFLICT")
-        evidence = self._require_output(invocation, _fields(receipt)["result"])
-        if not self.ledger.commit(operation, evidence):
+        if type(answer) is NoEffect:
+            if self.ledger.release(operation):
+                raise Refused("NOT_EXECUTED")
             return None
-        return _success(invocation, "receipt_reconciled", evidence, operation.approval, now)
 
-    def _refusal(self, invocation: Invocation, refusal: Refused, now: int) -> Package:
-        if refusal.foreign:
+        evidence = self._require_receipt(invocation, operation, answer)
+        standing = self.ledger.commit(operation, evidence, now)
+        ended = self._answer_commit(
+            invocation, operation, standing, evidence, "receipt_reconciled", now)
+        if isinstance(ended, Refused):
+            raise ended
+        return ended
+
+    def _replay(self, invocation: Invocation, committed: Operation, now: int) -> Package:
+        return self._succeed(
+            invocation, "local_replay", committed.evidence, committed.approval, now)
+
+    def _succeed(
+        self, invocation: Invocation, delivery: str, evidence: Evidence | None,
+        approval: JsonObject | None, now: int,
+    ) -> Package:
+        return build_package(invocation, Ending("OK", utc_text(now), delivery, evidence, approval))
+
+    def _answer_refusal(self, invocation: Invocation, refusal: Refused, now: int) -> Package:
+        """Turn a refusal into its package, then tell the host what no package may say."""
+        if refusal.is_foreign:
             raise refusal
-        return build_package(invocation, Ending(refusal.code, utc_text(now), status_ref=refusal.status_ref))
+        package = build_package(invocation, Ending(
+            refusal.code, utc_text(now),
+            status_ref=refusal.status_ref, retry_after_ms=refusal.retry_after_ms))
+        if refusal.gate and self._on_fault is not None:
+            self._on_fault(Fault(refusal.gate, invocation, refusal.error, refusal.problems))
+        return package
 
 
-# ===== 12. Provider edges ===========================================================================
-# Inbound, a provider's whole JSON response becomes calls; outbound, a package's model projection becomes the
-# provider's result item. Only the fields named here are read: providers add others all the time.
+# ===== 12. Provider edges =========================================================================
+# Inbound, a provider's whole JSON response becomes calls; outbound, a package's model projection
+# becomes what that provider takes. Two promises meet here: no call of a response is lost on the way
+# in (invariant 10), and nothing but the rebuilt projection goes out (invariants 8 and 9). What one
+# provider does otherwise than the next is one row of `_WIRES`; the code below asks the row, never
+# the provider's name. Only the fields named here are read: providers add others all the time.
 
 
 class ProviderError(ValueError):
-    """A provider response whose calls cannot be correlated; raised before anything runs."""
+    """A response whose calls cannot be correlated or would be lost; raised before anything runs.
+
+    Its text names fields and types from this part's own tables, never anything that was received.
+    """
 
 
 class ProviderCall(NamedTuple):
-    """What a provider says about one call. `bind` adds what the host says: the two stay visibly apart."""
+    """What a provider says about one call. `bind` adds what the host says: the two stay apart."""
 
     proposal: ModelProposal
     profile: ProviderProfile
@@ -2164,218 +3499,501 @@ class ProviderCall(NamedTuple):
             self.profile, self.response_id, self.call_id, operation_id, idempotency_key))
 
 
-class _Envelope(NamedTuple):
-    """Where one provider's response keeps its calls, as data."""
+# --- What is particular to one provider ---
 
-    items: str                  # the list that holds the calls among other items
-    call_type: str              # the `type` of an item that is a call
-    call_id: str                # the field that correlates a result
-    arguments: str
-    finished: tuple[str, str]   # a field and its value once all calls are complete; absent and null count too
-    item_finished: tuple[str, str] | None = None
+Path = tuple[str | int, ...]        # names and indexes that lead down into a response
 
 
-_ENVELOPES: Final[Mapping[str, _Envelope]] = MappingProxyType({
-    "openai": _Envelope(
-        "output", "function_call", "call_id", "arguments", ("status", "completed"), ("status", "completed")),
-    "anthropic": _Envelope("content", "tool_use", "id", "input", ("stop_reason", "tool_use")),
-    "google": _Envelope("steps", "function_call", "id", "arguments", ("status", "requires_action")),
+class _Wire(NamedTuple):
+    """One provider's wire format as data: a fifth provider is a fifth row.
+
+    A response that satisfies `envelope` has `items` among which the calls stand, and a `mark` that
+    is in `finished` once none of them is cut off. `result`, `continuation`, `definition` and
+    `continues_alone` are for the way out.
+    """
+
+    envelope: JsonObject            # the contract of a response, before anything of it is read
+    items: Path
+    mark: Path
+    finished: tuple[str, ...]
+    call_types: tuple[str | None, ...]      # None: an item that leaves its type out is a call too
+    call_id: str                    # the member of a call that correlates its result
+    name: Path
+    arguments: Path
+    written_as: type                # arguments are JSON text (str) or an object (dict)
+    result: Callable[[ToolCall, str, bool], JsonObject]         # call, text, is it an error?
+    continuation: Callable[[str, list[JsonObject]], JsonObject]     # response id, all results
+    definition: Callable[[JsonObject, JsonObject, bool], JsonObject]    # names, schema, strict?
+    # Types that wait for the host and are not read, each with the members that say it does not.
+    waits: Mapping[str | None, tuple[tuple[str, str], ...]] = MappingProxyType({})
+    answer_id: str = "call_id"      # the member by which an output in the response names its call
+    namespace: str | None = None    # the member of a call that says whose tool its name means
+    item_finished: Callable[[JsonObject], bool] = lambda item: True
+    continues_alone: bool = False   # one result is sent as a continuation, not as a bare item
+
+
+# Contracts compare types exactly, so an SDK's object, a subclass of dict and an enumeration that is
+# a str fail here. Skipped without a word, as something that is no call, they would be lost calls.
+_ITEMS: Final[JsonObject] = {"type": "array", "items": open_object(type={"type": "string"})}
+
+# Chat Completions: every item of the list is a call, whether or not it says its type. More than one
+# choice would be several answers of which the host means one, and a call in the old member
+# `function_call` has no id that a result could name.
+_CHOICES: Final[JsonObject] = {
+    "type": "array", "minItems": 1, "maxItems": 1, "items": open_object(message={
+        "type": "object", "properties": {
+            "tool_calls": nullable({"type": "array", "items": {"type": "object", "properties": {
+                "type": nullable({"type": "string"}), "function": nullable({"type": "object"}),
+            }}}),
+            "function_call": nullable({"type": "object", "properties": {
+                "name": {"enum": ["", None]},
+            }}),
+        },
+    }),
+}
+
+_WIRES: Final[Mapping[str, _Wire]] = MappingProxyType({
+    "openai": _Wire(
+        envelope=open_object(id=IDENTIFIER, output=_ITEMS),
+        items=("output",),
+        mark=("status",), finished=("completed",),
+        call_types=("function_call",), call_id="call_id",
+        name=("name",), arguments=("arguments",), written_as=str,
+        # The format has no error flag: the text says how the call ended.
+        result=lambda call, text, failed: {
+            "type": "function_call_output", "call_id": call.context.call_id, "output": text,
+        },
+        continuation=lambda response_id, results: {
+            "previous_response_id": response_id, "input": results,
+        },
+        definition=lambda names, schema, strict: {
+            "type": "function", **names, "parameters": schema, "strict": strict,
+        },
+        waits=MappingProxyType({
+            "custom_tool_call": (), "computer_call": (), "local_shell_call": (), "shell_call": (),
+            "apply_patch_call": (), "mcp_approval_request": (),
+            "tool_search_call": (("execution", "server"),),
+        }),
+        namespace="namespace",
+        # One call may be cut off in a response that is complete. A program's call stays
+        # `in_progress` until it is answered: who waited for `completed` there would answer none.
+        item_finished=lambda item: any(same_json(mark, item.get("status")) for mark in (
+            None, "completed", "in_progress" if type(item.get("caller")) is dict else None)),
+    ),
+    "anthropic": _Wire(
+        envelope=open_object(id=IDENTIFIER, content=_ITEMS),
+        items=("content",),
+        # A complete call may also end a turn. Every other reason, null included, cuts it off.
+        mark=("stop_reason",), finished=("tool_use", "end_turn"),
+        call_types=("tool_use",), call_id="id", answer_id="tool_use_id",
+        name=("name",), arguments=("input",), written_as=dict,
+        result=lambda call, text, failed: {
+            "type": "tool_result", "tool_use_id": call.context.call_id,
+            "content": [{"type": "text", "text": text}], "is_error": failed,
+        },
+        # These blocks must stand first in their message; text of the host's own may follow them.
+        continuation=lambda response_id, results: {"role": "user", "content": results},
+        definition=lambda names, schema, strict: {
+            **names, "input_schema": schema, **({"strict": True} if strict else {}),
+        },
+        namespace="toolset_name",
+    ),
+    "google": _Wire(
+        envelope=open_object(id=IDENTIFIER, steps=_ITEMS),
+        items=("steps",),
+        mark=("status",), finished=("requires_action", "completed"),
+        call_types=("function_call",), call_id="id",
+        name=("name",), arguments=("arguments",), written_as=dict,
+        result=lambda call, text, failed: {
+            "type": "function_result", "name": call.name, "call_id": call.context.call_id,
+            "is_error": failed, "result": [{"type": "text", "text": text}],
+        },
+        continuation=lambda response_id, results: {
+            "previous_interaction_id": response_id, "input": results,
+        },
+        definition=lambda names, schema, strict: {
+            "type": "function", **names, "parameters": schema,
+        },
+        continues_alone=True,
+    ),
+    "openai-chat": _Wire(
+        envelope=open_object(id=IDENTIFIER, choices=_CHOICES),
+        items=("choices", 0, "message", "tool_calls"),
+        mark=("choices", 0, "finish_reason"), finished=("tool_calls", "stop"),
+        call_types=("function", None), call_id="id",
+        name=("function", "name"), arguments=("function", "arguments"), written_as=str,
+        result=lambda call, text, failed: {
+            "role": "tool", "tool_call_id": call.context.call_id, "content": text,
+        },
+        continuation=lambda response_id, results: {"messages": results},
+        definition=lambda names, schema, strict: {
+            "type": "function", "function": {**names, "parameters": schema, "strict": strict},
+        },
+        waits=MappingProxyType({"custom": ()}),
+    ),
 })
 
 
-def _require_envelope(document: Any, contract: JsonObject) -> Any:
-    for problem in validate(contract, document):
-        raise ProviderError(f"provider response at {readable(problem.path)}: {problem.message}")
-    return document
+# --- Inbound ---
 
 
-def _is_finished(document: JsonObject, finished: tuple[str, str] | None) -> bool:
-    if finished is None:
-        return True
-    value = document.get(finished[0])
-    return value is None or same_json(finished[1], value)
+@functools.cache  # compiled when a response comes: who replays a fixture needs none of them
+def _envelope_of(provider: str) -> Contract:
+    return Contract(_WIRES[provider].envelope)
 
 
-def _read_calls(provider: str, response: object, read: Callable[[object], Any]) -> list[ProviderCall]:
-    envelope = _ENVELOPES[provider]
-    document = _require_envelope(response, open_object(id=IDENTIFIER, **{envelope.items: {"type": "array"}}))
-    finished = _is_finished(document, envelope.finished)
-    calls: dict[str, ProviderCall] = {}
-    for item in document[envelope.items]:
-        if validate(open_object(type={"const": envelope.call_type}), item):
-            continue  # reasoning, text, thoughts: no calls
-        call_id = _require_envelope(item, open_object(**{envelope.call_id: IDENTIFIER}))[envelope.call_id]
-        if call_id in calls or len(calls) == MAX_CALLS:
-            raise ProviderError("a response holds two calls of one id, or too many calls")
-        given = item.get(envelope.arguments)
-        complete = finished and _is_finished(item, envelope.item_finished)
-        arguments = read(given) if complete else malformed("incomplete", given)
-        proposal = ModelProposal(item.get("name"), arguments)
-        calls[call_id] = ProviderCall(proposal, PROFILES[provider], document["id"], call_id)
-    return [*calls.values()]
+def _reach(value: Any, path: Path) -> Any:
+    """Return what stands at a path of a response, None where nothing does.
+
+    Only exact objects with names of exact texts are entered: a key of another type could answer a
+    lookup with code of its own. An index is safe, for the envelope admits exactly one choice.
+    """
+    for step in path:
+        if type(step) is str and (
+                type(value) is not dict or any(type(name) is not str for name in value)):
+            return None
+        value = value[step] if type(step) is int else value.get(step)
+    return value
 
 
-def _decoded_arguments(given: object) -> Any:
-    """Decode a provider's argument text; nothing but a text is read, and nothing is unwrapped."""
-    if type(given) is not str:
+def _is_spent(wire: _Wire, item: JsonObject, answered: set[object]) -> bool:
+    """Tell whether nobody waits for this call any more: it or its program has its result below.
+
+    Providers run programs that call the host's tools, and name the program in the call's `caller`.
+    """
+    return not answered.isdisjoint(filter(is_identifier, (
+        item.get(wire.call_id), _reach(item, ("caller", "caller_id")),
+        _reach(item, ("caller", "tool_id")))))
+
+
+def _select_calls(wire: _Wire, items: list[JsonObject]) -> list[JsonObject]:
+    """Return the calls that are still to be answered, last first. Raises `ProviderError`.
+
+    Read from the end, for an output answers only what stands above it. The trap is a call that the
+    response answers already: dispatched again, its effect would happen again.
+    """
+    answered, seen, calls = set[object](), set[object](), list[JsonObject]()
+    for item in reversed(items):
+        kind, call_id, answer_id = map(item.get, ("type", wire.call_id, wire.answer_id))
+        if kind and kind.endswith(("_output", "_result")) and is_identifier(answer_id):
+            answered.add(answer_id)
+
+        is_spent = _is_spent(wire, item, answered)
+        is_waiting = kind in wire.waits and not any(
+            same_json(value, item.get(name)) for name, value in wire.waits[kind])
+        if is_waiting and not is_spent:
+            raise ProviderError(f"type {kind} waits for the host, and no function here reads it")
+        if not is_waiting and kind not in wire.call_types:
+            continue  # text, reasoning, what the provider runs by itself, types not known yet
+
+        # Tested before anything is left out: under one id, the output of one call hides another.
+        if not is_identifier(call_id) or call_id in seen or (
+                len(calls) == MAX_CALLS and not is_spent):
+            raise ProviderError(
+                f"each of at most {MAX_CALLS} calls needs an identifier of its own: {wire.call_id}")
+        seen.add(call_id)
+        if not is_spent:
+            calls.append(item)
+    return calls
+
+
+def _read_name(wire: _Wire, item: JsonObject) -> object:
+    """Return the name under which a call is bound.
+
+    A namespace says whose tool is meant: `remove` of drafts and `remove` of accounts are two tools.
+    A registry has no namespaces, so another than the tool's own name makes a name that no tool can
+    bear, and what is no text a malformed one.
+    """
+    name = _reach(item, wire.name)
+    namespace = item.get(wire.namespace) if wire.namespace else None
+    if namespace is None or same_json(namespace, name):
+        return name
+    return f"{namespace}/{name}" if type(namespace) is type(name) is str else None
+
+
+def _read_arguments(wire: _Wire, item: JsonObject, is_whole: bool) -> Any:
+    """Return the arguments of a call: decoded text, an object as it is, or `Malformed`.
+
+    Nothing is unwrapped or completed, and `bind_tool_call` judges what an object holds. What was
+    cut off may parse all the same, and say something else than was meant: it is not even read.
+    """
+    given = _reach(item, wire.arguments)
+    if not is_whole:
+        return malformed("incomplete", given)
+    if type(given) is not wire.written_as:
         return malformed("type", given)
+
     try:
-        return decode_json(given, max_bytes=MAX_ARGUMENT_BYTES)
+        return decode_json(given, max_bytes=MAX_ARGUMENT_BYTES) if type(given) is str else given
     except JsonError as error:
         return malformed(error.reason, given)
 
 
-def from_openai_responses(response: JsonObject) -> list[ProviderCall]:
-    """Read the calls of one OpenAI Responses API response, in order.
+def _read_calls(provider: str, response: Any) -> list[ProviderCall]:
+    """Read the unanswered calls of a whole response, in order; raises only `ProviderError`.
 
-    `call_id` correlates, never `id`; `arguments` is JSON text. Raises `ProviderError` where calls cannot be
-    correlated; arguments that cannot be read become `Malformed`, and so do all of an unfinished response.
+    What is wrong with one call becomes `Malformed` arguments and is answered (invariant 10). Only
+    what would leave a call without an answer is raised: an id that correlates nothing, an item that
+    cannot be looked into, one that waits for somebody else.
     """
-    return _read_calls("openai", response, _decoded_arguments)
+    wire = _WIRES[provider]
+    for problem in _envelope_of(provider).problems(response):
+        raise ProviderError(
+            f"response at {readable(problem.path)}: {problem.message}"
+            "; give the whole response, and dump an SDK object to JSON first")
+
+    # A mark that is null or missing is no mark: in a stream it stands where nothing has ended yet.
+    is_finished = any(same_json(one, _reach(response, wire.mark)) for one in wire.finished)
+    return [ProviderCall(
+        ModelProposal(
+            _read_name(wire, item),
+            _read_arguments(wire, item, is_finished and wire.item_finished(item))),
+        PROFILES[provider], response["id"], item[wire.call_id],
+    ) for item in reversed(_select_calls(wire, _reach(response, wire.items) or []))]
 
 
-def _given_arguments(given: object) -> Any:
-    return given if type(given) is dict else malformed("type", given)
+def from_openai_responses(response: JsonObject) -> list[ProviderCall]:
+    """Read the calls of one response of the OpenAI Responses API, in order.
+
+    `call_id` correlates, never `id`; `arguments` is JSON text. Arguments that cannot be read become
+    `Malformed`, and so do all of a response, or of a call, that is not finished. Calls that the
+    response answers itself are left out, so an empty list says only that nobody waits for a result:
+    the response's own `status` says why. Raises `ProviderError` where a call cannot be correlated
+    or would be lost, before anything runs. The other three differ only in their provider's format.
+    """
+    return _read_calls("openai", response)
 
 
 def from_anthropic_messages(message: JsonObject) -> list[ProviderCall]:
-    """Read the calls of one Anthropic Messages API message; `input` is an object. Raises `ProviderError`."""
-    return _read_calls("anthropic", message, _given_arguments)
+    """Read the calls of one message of the Anthropic Messages API; `input` is an object.
+
+    An empty list with the `stop_reason` `pause_turn` means that the provider is not done: send the
+    message back as it is. Raises `ProviderError`.
+    """
+    return _read_calls("anthropic", message)
 
 
 def from_gemini_interactions(interaction: JsonObject) -> list[ProviderCall]:
-    """Read the calls of one Gemini Interactions API interaction, in order. Raises `ProviderError`."""
-    return _read_calls("google", interaction, _given_arguments)
+    """Read the calls of one interaction of the Gemini Interactions API; `arguments` is an object.
+
+    Raises `ProviderError`.
+    """
+    return _read_calls("google", interaction)
+
+
+def from_openai_chat(completion: JsonObject) -> list[ProviderCall]:
+    """Read the calls of one Chat Completions object, which many servers speak; JSON text again.
+
+    It has exactly one choice. Raises `ProviderError`.
+    """
+    return _read_calls("openai-chat", completion)
 
 
 # --- Outbound: the rebuilt model projection on the wire ---
 
 
-def _require_result(provider: str, invocation: Invocation, package: object) -> JsonObject:
-    rebuilt, problems = _rebuild(invocation, package)
-    if not problems and invocation.call.context.profile != PROFILES[provider]:
-        problems = [Problem("/protected_audit/provider_context", "profile", "must be this provider's call")]
+def _write_payload(
+    invocations: Sequence[Invocation], packages: Sequence[Package], problems: list[Problem],
+    *, is_turn: bool,
+) -> JsonObject:
+    """Write rebuilt packages as their provider takes them: a continuation, or one bare item.
+
+    The text of a result is the one whose digest the audit holds. It comes from the rebuilt
+    projection, never from the caller's object (invariants 8 and 9).
+    """
     if problems:
         raise ResultContractError(problems)
-    return rebuilt["model_result"]  # type: ignore[no-any-return]
+
+    context = invocations[0].call.context
+    wire = _WIRES[context.profile.provider]
+    results = [
+        wire.result(
+            invocation.call, canonical_json(package["model_result"]),
+            package["model_result"]["status"] != "succeeded")
+        for invocation, package in zip(invocations, packages, strict=True)]
+
+    return (wire.continuation(context.response_id, results)
+            if is_turn or wire.continues_alone else results[0])
 
 
-def _result_item(invocation: Invocation, model_result: JsonObject) -> JsonObject:
-    """Write one result in its provider's shape; the text is the one whose digest the audit holds."""
-    context, text = invocation.call.context, canonical_json(model_result)
-    parts, is_error = [{"type": "text", "text": text}], model_result["status"] != "succeeded"
-    if context.profile.provider == "openai":
-        return {"type": "function_call_output", "call_id": context.call_id, "output": text}
-    if context.profile.provider == "anthropic":
-        return {"type": "tool_result", "tool_use_id": context.call_id, "content": parts, "is_error": is_error}
-    return {
-        "type": "function_result", "name": invocation.call.name, "call_id": context.call_id,
-        "is_error": is_error, "result": parts,
-    }
+def to_provider(invocation: Invocation, package: object) -> JsonObject:
+    """Map one result to what the provider of its call takes, whichever of `PROFILES` that is.
+
+    Raises `ResultContractError` for a package that `validate_result` reports.
+    """
+    rebuilt, problems = _rebuild(invocation, package)
+    return _write_payload([invocation], [rebuilt], problems, is_turn=False)
+
+
+def _to(provider: str, invocation: Invocation, package: object) -> JsonObject:
+    """Map one result as `to_provider` does, but of this provider's calls alone."""
+    payload = to_provider(invocation, package)
+    if invocation.call.context.profile != PROFILES[provider]:
+        raise ResultContractError([Problem(
+            "/protected_audit/provider_context", "profile", "must be this provider's call")])
+    return payload
 
 
 def to_openai_responses(invocation: Invocation, package: object) -> JsonObject:
-    """Map one result to an OpenAI `function_call_output`; it has no error flag, the text says it.
+    """Map one result to a `function_call_output` of the OpenAI Responses API.
 
-    Like its siblings it sends the rebuilt projection, never the caller's object (invariants 8 and 9), and
-    raises `ResultContractError` for another provider's call or a package that fails `validate_result`.
+    Like the other three it raises `ResultContractError` for a package that `validate_result`
+    reports and for the call of another provider.
     """
-    return _result_item(invocation, _require_result("openai", invocation, package))
+    return _to("openai", invocation, package)
 
 
 def to_anthropic_messages(invocation: Invocation, package: object) -> JsonObject:
-    """Map one result to an Anthropic `tool_result` block. Raises `ResultContractError`."""
-    return _result_item(invocation, _require_result("anthropic", invocation, package))
-
-
-def _continuation(invocation: Invocation, items: list[JsonObject]) -> JsonObject:
-    context = invocation.call.context
-    if context.profile.provider == "anthropic":
-        return {"role": "user", "content": items}  # tool_result blocks stand first, and nothing else follows
-    previous = "previous_response_id" if context.profile.provider == "openai" else "previous_interaction_id"
-    return {previous: context.response_id, "input": items}
+    """Map one result to a `tool_result` block (Anthropic). Raises `ResultContractError`."""
+    return _to("anthropic", invocation, package)
 
 
 def to_gemini_interactions(invocation: Invocation, package: object) -> JsonObject:
-    """Map one result to a Gemini continuation; the host adds `model`. Raises `ResultContractError`."""
-    model_result = _require_result("google", invocation, package)
-    return _continuation(invocation, [_result_item(invocation, model_result)])
+    """Map one result to a Gemini continuation; the host adds `model`. Raises as its siblings do."""
+    return _to("google", invocation, package)
+
+
+def to_openai_chat(invocation: Invocation, package: object) -> JsonObject:
+    """Map one result to a `tool` message (Chat Completions). Raises `ResultContractError`."""
+    return _to("openai-chat", invocation, package)
 
 
 def continue_turn(invocations: Sequence[Invocation], packages: Sequence[object]) -> JsonObject:
-    """Answer a whole turn: one result for each call, in call order, whatever order the packages come in.
+    """Answer a whole turn: one result for each call, in call order, however the packages come.
 
-    Raises `ResultContractError` for anything that `validate_result_set` reports.
+    Goes out as the provider's next request wants it: under `input` for OpenAI and Gemini, as one
+    user message for Anthropic, under `messages` for Chat Completions. Raises `ResultContractError`
+    for anything that `validate_result_set` reports (invariant 10).
     """
-    rebuilt, problems = _rebuild_set(invocations, packages)
-    if problems:
-        raise ResultContractError(problems)
-    results = [package["model_result"] for package in rebuilt]
-    return _continuation(invocations[0], [*map(_result_item, invocations, results)])
+    return _write_payload(invocations, *_rebuild_set(invocations, packages), is_turn=True)
 
 
 # --- Tool definitions for a provider's request ---
 
-# Strict modes refuse or move other keywords; the host enforces the full contract either way.
-_ADVERTISED_KEYWORDS: Final = (
-    "type", "title", "description", "enum", "properties", "required", "additionalProperties", "items",
-)
+# What every strict mode understands of JSON Schema 2020-12, and how it is written. A bound that it
+# refuses is said in words: a model can obey a sentence before it meets any error of ours.
+_ADVERTISED: Final[Mapping[str, Callable[[Any], Any]]] = MappingProxyType({
+    **dict.fromkeys(
+        ("type", "title", "description", "required", "additionalProperties"),
+        lambda said: said),
+    "items": lambda schema: _advertise_node(schema),
+    "properties": lambda properties: {
+        name: _advertise_node(schema) for name, schema in properties.items()},
+})
 
 
-def _advertised(schema: JsonObject) -> JsonObject:
-    """Keep what every strict mode understands, and say the dropped bounds in words."""
-    kept: JsonObject = {keyword: schema[keyword] for keyword in _ADVERTISED_KEYWORDS if keyword in schema}
-    dropped = [f"{keyword} {canonical_json(schema[keyword])}" for keyword in schema if keyword not in kept]
-    if dropped:
-        kept["description"] = f"{schema.get('description', '')} ({'; '.join(dropped)})".lstrip()
-    if "items" in schema:
-        kept["items"] = _advertised(schema["items"])
-    if "properties" in schema:
-        kept["properties"] = {name: _advertised(inner) for name, inner in schema["properties"].items()}
-    return kept
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def _definition(spec: ToolSpec, provider: str) -> JsonObject:
-    definition = {"name": spec.name, "description": spec.description}
-    schema = _advertised(plain_json(spec.input_schema))
-    if provider == "anthropic":
-        return {**definition, "input_schema": schema, "strict": True}
-    strict = {"strict": True} if provider == "openai" else {}
-    return {"type": "function", **definition, "parameters": schema, **strict}
+_PHRASES: Final[Mapping[str, Callable[[Any], str]]] = MappingProxyType({
+    "format": {
+        "identifier": "1 to 255 printable ASCII characters without spaces",
+        "utc-second": "an instant as YYYY-MM-DDThh:mm:ssZ",
+        "date": "a day as YYYY-MM-DD",
+        "date-time": "an instant with its offset, as YYYY-MM-DDThh:mm:ssZ"
+                     " or YYYY-MM-DDThh:mm:ss+hh:mm",
+    }.__getitem__,
+    "minLength": lambda limit: f"at least {_count(limit, 'character')}",
+    "maxLength": lambda limit: f"at most {_count(limit, 'character')}",
+    "pattern": lambda pattern: f"the whole text matches the regular expression {pattern}",
+    "minimum": lambda limit: f"at least {canonical_json(limit)}",
+    "exclusiveMinimum": lambda limit: f"more than {canonical_json(limit)}",
+    "maximum": lambda limit: f"at most {canonical_json(limit)}",
+    "exclusiveMaximum": lambda limit: f"less than {canonical_json(limit)}",
+    "minItems": lambda limit: f"at least {_count(limit, 'item')}",
+    "maxItems": lambda limit: f"at most {_count(limit, 'item')}",
+})
 
 
-def advertise_tools(registry: Registry, profile: ProviderProfile) -> list[JsonObject]:
+def _advertise_node(schema: JsonObject) -> JsonObject:
+    """Rewrite one node of a contract, and all below it, for a model to read.
+
+    Strict modes want a type everywhere and know no `const`: a constant becomes an enumeration of
+    one, and where the contract names no type, the options do.
+    """
+    options = [schema["const"]] if "const" in schema else schema.get("enum", [])
+    kinds = [*dict.fromkeys(map(type_name, options))]
+    node: JsonObject = {
+        "type": kinds[0] if len(kinds) == 1 else kinds,
+        **({"enum": options} if options else {}),
+        **{keyword: write(schema[keyword])
+           for keyword, write in _ADVERTISED.items() if keyword in schema},
+    }
+
+    bounds = "; ".join(
+        phrase(schema[keyword]) for keyword, phrase in _PHRASES.items() if keyword in schema)
+    if bounds:
+        node["description"] = (
+            f"{node['description']} ({bounds})" if "description" in node else bounds)
+    return node
+
+
+def _requires_all(schema: JsonObject) -> bool:
+    """Tell whether no property is optional at any level, as strict modes demand."""
+    inner = schema.get("properties", {})
+    return {*inner} <= {*schema.get("required", ())} and all(map(_requires_all, [
+        *inner.values(), *([schema["items"]] if "items" in schema else [])]))
+
+
+def advertise_tools(
+    registry: Registry, profile: ProviderProfile, *, strict: bool = True,
+) -> list[JsonObject]:
     """Write the registry's tools as one provider's definitions, from the contract that is enforced.
 
+    A definition only informs the model; the host enforces the whole contract either way. `strict`
+    asks for the provider's strict mode, where it has one and every property is required. Providers
+    limit how many strict tools one request may hold: `strict=False` is for hosts that have more.
     Raises `HostContextError` for a profile that is not registered.
     """
-    _require_host(is_registered(profile), "profile")
-    return [_definition(spec, profile.provider) for spec in registry]
+    _require_host(is_registered(profile), "profile", "one of PROFILES")
+    return [_WIRES[profile.provider].definition(
+        {"name": spec.name, "description": spec.description},
+        _advertise_node(spec.input_contract.schema),
+        strict and _requires_all(spec.input_contract.schema),
+    ) for spec in registry]
 
 
-# ===== 13. The demo: a mock downstream with two tools ===============================================
-# Everything above is generic. From here on there are orders and refund drafts, in memory, with faults.
+# ===== 13. The demo: a mock downstream with two tools =============================================
+# Everything above is generic. From here on there are orders and refund drafts, in memory, with
+# faults on demand. This is the part to copy for tools of your own. Its handlers have three habits:
+#
+#   compare and set       they act only while the state that was authorized still stands;
+#   receipt with effect   what proves an effect is stored in the same step as the effect;
+#   NotStarted            they raise it before anything began, for it promises that nothing will.
 
+DEMO_APPROVER: Final = "human-reviewer-1"
 FAULTS: Final = (
-    "rate_limit", "tool_error", "timeout_after_commit", "timeout_after_commit_receipt_unavailable",
+    "rate_limit", "tool_error",                             # met before anything began
+    "timeout_after_commit", "timeout_after_commit_receipt_unavailable",     # met after the effect
 )
+
+_ORDER_REF: Final[JsonObject] = {
+    "type": "string", "minLength": 1, "maxLength": 64, "pattern": "^[A-Z0-9-]+$",
+}
+_REASON: Final[JsonObject] = {"type": "string", "enum": ["duplicate", "damaged", "other"]}
 
 
 class Order(NamedTuple):
+    """One order as the mock downstream keeps it; every change gives it another revision."""
+
     tenant_id: str
     owner_id: str
     status: str
     revision: str
 
 
-def _revisions(stem: str) -> Revisions:
-    return Revisions(**{name: f"{stem}-{name.replace('_', '-')}-v1" for name in _REVISION_NAMES})
+def _label_revisions(stem: str) -> Revisions:
+    """Name the six parts of a tool, all in their first version."""
+    return Revisions(*(f"{stem}-{part}-v1" for part in (
+        "input-schema", "output-schema", "effect", "handler", "producer", "policy")))
 
 
 class MockDownstream:
-    """Three orders, numbered refund drafts, receipts, and a `fault` that handlers meet until it is `none`.
+    """Three orders, numbered refund drafts, receipts, and a `fault` that handlers meet.
 
-    It drafts refunds and refunds nothing; `side_effect_count` counts drafts.
+    It drafts refunds and refunds nothing; `side_effect_count` counts the drafts. `fault` is one of
+    `FAULTS`, or `none`; `faults_met` counts how often a handler ran into it.
     """
 
     def __init__(self) -> None:
@@ -2387,113 +4005,138 @@ class MockDownstream:
         self.fault = "none"
         self.faults_met = 0
         self.side_effect_count = 0
-        self._requests = 0
-        self._receipts: dict[str, Receipt] = {}
-        self._lock = threading.Lock()
+        self._requests = itertools.count(1)
+        self._receipts: dict[str | None, Receipt] = {}      # by status reference
+        self._lock = threading.Lock()                       # stands for a database's transaction
 
     def amend(self, order_ref: str, **changes: str) -> None:
-        """Change one order, and with it its revision."""
+        """Change one order, and with it its revision. Raises `KeyError` where there is none."""
         with self._lock:
             order = self.orders[order_ref]
-            stem, _, number = order.revision.rpartition("-r")
-            self.orders[order_ref] = order._replace(**changes, revision=f"{stem}-r{int(number) + 1}")
+            number = int(order.revision.rpartition("-r")[2]) + 1
+            self.orders[order_ref] = order._replace(**changes, revision=f"{order_ref}-r{number}")
 
     def tools(self) -> tuple[ToolSpec, ToolSpec]:
-        """Describe the two tools: `get_order`, a read, and `create_refund_draft`, a write."""
-        order_ref = {"type": "string", "minLength": 1, "maxLength": 64, "pattern": "^[A-Z0-9-]+$"}
-        reason = {"type": "string", "enum": ["duplicate", "damaged", "other"]}
-        status = {"type": "string", "enum": ["paid", "pending", "refunded"]}
-        get_order = ToolSpec(
+        """Return the two tools on this downstream: `get_order` and `create_refund_draft`."""
+        return self._describe_read(), self._describe_write()
+
+    def _describe_read(self) -> ToolSpec:
+        return ToolSpec(
             name="get_order",
             description="Read the status of one order.",
             risk="read",
-            input_schema=closed_object(order_ref=order_ref),
-            output_schema=closed_object(order_ref=order_ref, status=status),
-            echoes={"order_ref": "order_ref"},
+
+            input_schema=closed_object(order_ref=_ORDER_REF),
+            output_schema=closed_object(
+                order_ref=_ORDER_REF,
+                status={"type": "string", "enum": ["paid", "pending", "refunded"]},
+            ),
+            echoes={"order_ref": "order_ref"},      # an answer about another order is refused
             max_output_bytes=256,
             max_output_depth=1,
             producer_label="mock-order-service",
-            revisions=_revisions("get-order"),
+            revisions=_label_revisions("get-order"),
+
             find_resource=self._find_readable_order,
             handler=self._get_order,
         )
-        create_refund_draft = ToolSpec(
+
+    def _describe_write(self) -> ToolSpec:
+        return ToolSpec(
             name="create_refund_draft",
-            description="Draft a refund of one paid order for a human to complete; it refunds nothing.",
+            description=(
+                "Draft a refund of one paid order for a human to complete; it refunds nothing."),
             risk="write",
-            input_schema=closed_object(order_ref=order_ref, reason=reason),
+
+            input_schema=closed_object(order_ref=_ORDER_REF, reason=_REASON),
             output_schema=closed_object(
                 draft_id={"type": "string", "maxLength": 32, "pattern": r"^DRAFT-\d+$"},
-                order_ref=order_ref, reason=reason,
+                order_ref=_ORDER_REF, reason=_REASON,
             ),
             echoes={"order_ref": "order_ref", "reason": "reason"},
             max_output_bytes=256,
             max_output_depth=1,
             producer_label="mock-refund-service",
-            revisions=_revisions("create-refund-draft"),
+            revisions=_label_revisions("create-refund-draft"),
+
             find_resource=self._find_own_order,
             handler=self._create_refund_draft,
             find_receipt=self._find_receipt,
         )
-        return get_order, create_refund_draft
+
+    # Who may reach an order. None says "absent" and "not yours" alike, so nobody learns which
+    # (invariant 4).
 
     def _find_readable_order(self, principal: Principal, arguments: JsonObject) -> Resource | None:
         order = self.orders.get(arguments["order_ref"])
-        if order is None or order.tenant_id != principal.tenant_id:
-            return None
-        if order.owner_id != principal.subject_id and "support_admin" not in principal.roles:
+        if order is None or order.tenant_id != principal.tenant_id or (
+                order.owner_id != principal.subject_id and "support_admin" not in principal.roles):
             return None
         return Resource(order.revision, permits=True)
 
     def _find_own_order(self, principal: Principal, arguments: JsonObject) -> Resource | None:
         order = self.orders.get(arguments["order_ref"])
-        if order is None or (order.tenant_id, order.owner_id) != (principal.tenant_id, principal.subject_id):
+        if order is None or order[:2] != (principal.tenant_id, principal.subject_id):
             return None
         return Resource(order.revision, permits=order.status == "paid")
 
+    # What the tools do.
+
     def _get_order(self, command: Command) -> HandlerResult:
         with self._lock:
-            order = self._current_order(command)
-            data = {"order_ref": command.arguments["order_ref"], "status": order.status}
-            return self._result(command, data, receipt_id=None)
+            data = {**command.arguments, "status": self._require_unchanged(command).status}
+            return self._answer(command, data, receipt_id=None)
 
     def _create_refund_draft(self, command: Command) -> HandlerResult:
+        # Comparing, acting and keeping the receipt are one transaction. Outside of one, the order
+        # could change after it was compared, or a crash could leave a draft without its receipt.
         with self._lock:
-            self._current_order(command)
+            self._require_unchanged(command)
             self.side_effect_count += 1
-            number = self.side_effect_count
-            data = {"draft_id": f"DRAFT-{number}", **command.arguments}
-            result = self._result(command, data, receipt_id=f"receipt-{number}")
+            data = {"draft_id": f"DRAFT-{self.side_effect_count}", **command.arguments}
+            result = self._answer(command, data, receipt_id=f"receipt-{self.side_effect_count}")
+
+            # A status query finds the effect by this receipt when the answer is lost on its way.
             if self.fault != "timeout_after_commit_receipt_unavailable":
-                status_ref = str(command.status_ref)
-                self._receipts[status_ref] = Receipt(
-                    status_ref, command.request_sha256, "create-refund-draft-effect-v1", result)
-            if self.fault != "none":
+                self._receipts[command.status_ref] = Receipt(
+                    str(command.status_ref), command.request_sha256,
+                    "create-refund-draft-effect-v1", result,
+                )
+
+            # The answer is lost after the effect. `NotStarted` would be a lie here, and cost a
+            # second draft; any other exception says that the outcome is unknown.
+            if self.fault.startswith("timeout_after_commit"):
                 self.faults_met += 1
                 raise TimeoutError
             return result
 
     def _find_receipt(self, command: Command) -> Receipt | None:
-        return self._receipts.get(str(command.status_ref))
+        """Return the receipt of an effect, else None: "I do not know".
 
-    def _current_order(self, command: Command) -> Order:
-        """Compare and set, under the lock: the order must still be the one that was authorized."""
-        if self.fault.upper() in NotStarted.CODES:
+        To have found nothing is no proof that nothing happened: the command may still be on its
+        way. Only a downstream that from now on refuses this very `command.attempt` may answer
+        `NoEffect()`.
+        """
+        return self._receipts.get(command.status_ref)
+
+    def _require_unchanged(self, command: Command) -> Order:
+        """Compare, under the lock: return the order as it was authorized, or raise `NotStarted`."""
+        if self.fault in ("rate_limit", "tool_error"):
             self.faults_met += 1
             raise NotStarted(self.fault.upper())
+
         order = self.orders[command.arguments["order_ref"]]
         if order.revision != command.expected_revision:
             raise NotStarted("BUSINESS_RULE_VIOLATION")
         return order
 
-    def _result(self, command: Command, data: JsonObject, receipt_id: str | None) -> HandlerResult:
-        self._requests += 1
+    def _answer(self, command: Command, data: JsonObject, receipt_id: str | None) -> HandlerResult:
         return HandlerResult(
             data,
             producer_revision=command.tool.replace("_", "-") + "-producer-v1",
             resource_revision=command.expected_revision,
             observed_at=utc_text(command.now),
-            request_id=f"request-{self._requests}",
+            request_id=f"request-{next(self._requests)}",
             receipt_id=receipt_id,
         )
 
@@ -2501,294 +4144,350 @@ class MockDownstream:
 def demo_dispatcher(
     downstream: MockDownstream | None = None, *, observe: Callable[[str], object] | None = None
 ) -> Dispatcher:
-    """Wire a downstream (pass your own to hold on to it), registry, authority with a fresh key, ledger."""
-    tools = (downstream or MockDownstream()).tools()
-    authority = ApprovalAuthority(os.urandom(32), ["human-reviewer-1"])
-    return Dispatcher(Registry(tools), authority, Ledger(), observe=observe)
+    """Return a dispatcher on a mock downstream; pass one of your own to hold on to it.
+
+    Its registry, its authority (with a fresh key) and its ledger (in memory) are attributes.
+    `observe` is called with the name of each gate that a call enters.
+    """
+    registry = Registry((downstream or MockDownstream()).tools())
+    authority = ApprovalAuthority(
+        os.urandom(32), {"tenant-a": [DEMO_APPROVER], "tenant-b": [DEMO_APPROVER]})
+    return Dispatcher(registry, authority, MemoryLedger(), observe=observe)
 
 
-# ===== 14. Fixtures =================================================================================
-# A fixture is a file of cases, each a short story of calls with the ending that every step must have.
+# ===== 14. Fixtures ===============================================================================
+# A fixture is a file of cases. Each case is a short story of calls, with the ending that every step
+# must have. A contract judges its shape; the `_find_` functions yield what a contract cannot say.
+# Learners edit this file by hand: whatever is wrong with it is told at once, with its place. A run
+# takes nothing on trust that a host would not: every package is rebuilt and mapped for its
+# provider, and an expected value that holds by chance, for its fault was never met, fails.
 
-_SHORT: Final[JsonObject] = {"type": "string", "maxLength": 255}
-_CASES: Final[JsonObject] = {"type": "array", "minItems": 1, "maxItems": 256}
-_EXPECTED: Final = closed_object(
-    code={"enum": ["OK", *ERROR_CATALOG]},
-    status={"enum": ["succeeded", "failed", "unknown"]},
-    outcome={"enum": ["not_started", "committed", "unknown"]},
-    recovery={"enum": list(dict.fromkeys(["none", *(policy.recovery for policy in ERROR_CATALOG.values())]))},
-    delivery={"enum": [*_DELIVERIES]},
-    data=nullable({"type": "object"}),
-    side_effect_count={"type": "integer", "minimum": 0, "maximum": MAX_SAFE_INTEGER},
-)
+APPROVAL_SECONDS: Final = 60            # from a step's `now` to the expiry of its approval
+
+_MANY: Final[JsonObject] = {"type": "array", "minItems": 1, "maxItems": 256}
 _STEP: Final = closed_object(
+    # A step's name, and which of the dispatcher's two doors it knocks at.
     step_id=IDENTIFIER,
     action={"enum": ["dispatch", "query_status"]},
-    proposal=closed_object(name=_SHORT, arguments={"type": "object"}),
+
+    # What the model says, and what the host says of it.
+    proposal=closed_object(
+        name={"type": "string", "maxLength": 255}, arguments={"type": "object"}),
     execution_context=closed_object(
-        provider={"enum": [*PROFILES]}, api_family=IDENTIFIER, response_id=IDENTIFIER, call_id=IDENTIFIER,
-        operation_id=IDENTIFIER, idempotency_key=nullable(IDENTIFIER), adapter_revision=IDENTIFIER,
+        provider={"enum": [*PROFILES]}, api_family=IDENTIFIER, response_id=IDENTIFIER,
+        call_id=IDENTIFIER, operation_id=IDENTIFIER, idempotency_key=nullable(IDENTIFIER),
+        adapter_revision=IDENTIFIER,
     ),
+
+    # What the test sets: consent, the clock, a fault, and which step a status query asks about.
     approval={"enum": ["none", "valid", "expired", "mismatched"]},
-    now={"type": "integer", "minimum": 0, "maximum": MAX_INSTANT - MAX_APPROVAL_SECONDS},
+    now={"type": "integer", "minimum": 0, "maximum": MAX_INSTANT - APPROVAL_SECONDS},
     failure={"enum": ["none", "timeout_before_execute", *FAULTS]},
     status_ref_from=nullable(IDENTIFIER),
-    expected=_EXPECTED,
+
+    # How the step must end.
+    expected=closed_object(
+        code={"enum": ["OK", *ERROR_CATALOG]},
+        status={"enum": ["succeeded", "failed", "unknown"]},
+        outcome={"enum": ["not_started", "committed", "unknown"]},
+        recovery={"enum": sorted({row.recovery for row in (SUCCESS, *ERROR_CATALOG.values())})},
+        delivery={"enum": [*_DELIVERIES]},
+        data=nullable({"type": "object"}),
+        side_effect_count={"type": "integer", "minimum": 0, "maximum": MAX_SAFE_INTEGER},
+    ),
 )
 FIXTURE_SCHEMA: Final = closed_object(
-    schema_version={"const": FIXTURE_VERSION},
+    schema_version={"const": "tool-cases-v2"},
     contract=closed_object(
         model_result={"const": MODEL_RESULT_VERSION}, protected_audit={"const": AUDIT_VERSION}),
-    cases={**_CASES, "items": closed_object(
+    cases={**_MANY, "items": closed_object(
         id=IDENTIFIER,
         principal=closed_object(
             tenant_id=IDENTIFIER, subject_id=IDENTIFIER,
             roles={"type": "array", "maxItems": MAX_ROLES, "items": IDENTIFIER},
         ),
-        steps={**_CASES, "items": _STEP},
+        steps={**_MANY, "items": _STEP},
     )},
 )
 
 
+@functools.cache  # compiled where a fixture is read: who came for the tools above reads none
+def _fixture_contract() -> Contract:
+    return Contract(FIXTURE_SCHEMA)
+
+
 class FixtureError(ValueError):
-    """A fixture that cannot be run. `problems` has every fault by JSON Pointer; the text shows up to 20."""
+    """A fixture that cannot be run.
+
+    `problems` has each fault with its JSON Pointer, the text a line for each of the first twenty.
+    """
 
     def __init__(self, problems: Sequence[Problem]) -> None:
-        shown = problems[:MAX_PRINTED_PROBLEMS]
-        lines = [f"{readable(problem.path)}: {problem.message}" for problem in shown]
-        if len(problems) > len(shown):
-            lines.append(f"... and {len(problems) - len(shown)} more")
-        super().__init__("\n".join(lines))
         self.problems = tuple(problems)
+        lines = [f"{readable(problem.path)}: {problem.message}" for problem in problems]
+        if len(lines) > MAX_PRINTED_PROBLEMS:
+            lines[MAX_PRINTED_PROBLEMS:] = [f"... and {len(lines) - MAX_PRINTED_PROBLEMS} more"]
+        super().__init__("\n".join(lines))
 
 
 class FixtureIOError(FixtureError):
     """A fixture file that cannot be read; its path is never repeated."""
 
-    def __init__(self) -> None:
-        super().__init__([Problem("", "io", "the fixture cannot be read")])
+
+Places = list[tuple[str, JsonObject]]       # cases or steps, each with its JSON Pointer
 
 
-Places = list[tuple[str, JsonObject]]       # well-shaped cases or steps, each with its JSON Pointer
+def _keep_well_shaped(path: str, items: list[JsonObject], misshapen: set[str]) -> Places:
+    """Return the items that the contract found nothing wrong with: only they can be read."""
+    return [(where, item) for number, item in enumerate(items)
+            if (where := f"{path}/{number}") not in misshapen]
 
 
-def _well_shaped(path: str, items: list[JsonObject], misshapen: set[str]) -> Places:
-    return [(f"{path}/{n}", item) for n, item in enumerate(items) if f"{path}/{n}" not in misshapen]
+def _find_repeated(name: str, places: Places) -> list[Problem]:
+    """Report each place whose field `name` says what an earlier place's said."""
+    said = [item[name] for _, item in places]
+    return [Problem(f"{path}/{name}", "unique", "must not be repeated")
+            for number, (path, item) in enumerate(places) if item[name] in said[:number]]
 
 
-def _repeated(name: str, places: Places) -> Iterator[Problem]:
-    seen: set[str] = set()
-    for path, item in places:
-        if item[name] in seen:
-            yield Problem(f"{path}/{name}", "unique", "must not be repeated")
-        seen.add(item[name])
+def _find_step_faults(path: str, step: JsonObject) -> Iterator[Problem]:
+    """Yield what is wrong with a step by itself, whatever its neighbours are: a row a rule."""
+    host, expected = step["execution_context"], step["expected"]
+    profile = ProviderProfile(host["provider"], host["api_family"], host["adapter_revision"])
+    row = policy_of(expected["code"])
+    agreed: JsonObject = {name: getattr(row, name) for name in ("status", "outcome", "recovery")}
+    if row is not SUCCESS:  # an error reuses no evidence and carries no data
+        agreed |= {"delivery": "fresh", "data": None}
+
+    rules = (
+        (is_registered(profile), "execution_context", "profile", "a registered profile"),
+        *((step["action"] == "dispatch" or step[name] == "none", name, "query",
+           "none for a status query") for name in ("failure", "approval")),
+        # An expired approval is issued one second before.
+        (step["approval"] != "expired" or step["now"] > 0, "now", "expired",
+         "at least 1 with an expired approval"),
+        (row is not SUCCESS or expected["data"] is not None, "expected/data", "catalog",
+         "an object for OK"),
+    )
+    yield from (Problem(f"{path}/{name}", rule, f"must be {wanted}")
+                for holds, name, rule, wanted in rules if not holds)
+    yield from (Problem(f"{path}/expected/{name}", "catalog",
+                        f"must be {json.dumps(value)} for {row.code}")
+                for name, value in agreed.items() if expected[name] != value)
 
 
-def _profile(step: JsonObject) -> ProviderProfile:
-    context = step["execution_context"]
-    return ProviderProfile(context["provider"], context["api_family"], context["adapter_revision"])
-
-
-def _expectation_problems(path: str, expected: JsonObject) -> Iterator[Problem]:
-    """Check that an expectation agrees with the catalog row of its code."""
-    policy = policy_of(expected["code"])
-    for name in ("status", "outcome", "recovery"):
-        if expected[name] != getattr(policy, name):
-            yield Problem(f"{path}/{name}", "catalog", f"must be {getattr(policy, name)} for this code")
-    if policy is not SUCCESS and expected["delivery"] != "fresh":
-        yield Problem(path + "/delivery", "catalog", "must be fresh for this code")
-    if (policy is SUCCESS) != (expected["data"] is not None):
-        yield Problem(path + "/data", "catalog", "must be an object for OK and null for an error")
-
-
-def _step_problems(path: str, step: JsonObject) -> Iterator[Problem]:
-    if not is_registered(_profile(step)):
-        yield Problem(path + "/execution_context", "profile", "must be a registered provider profile")
-    for name in ("failure", "approval"):
-        if step["action"] == "query_status" and step[name] != "none":
-            yield Problem(f"{path}/{name}", "query", "must be none for a status query")
-    yield from _expectation_problems(path + "/expected", step["expected"])
-
-
-def _reference_problems(steps: Places) -> Iterator[Problem]:
-    dispatched: set[str | None] = set()
-    for path, step in steps:
-        reference, query = step["status_ref_from"], step["action"] == "query_status"
-        if reference not in (dispatched if query else {None}):
-            message = "must name an earlier dispatch, and only for a query"
-            yield Problem(path + "/status_ref_from", "reference", message)
-        if not query:
-            dispatched.add(step["step_id"])
-
-
-def _case_problems(path: str, case: JsonObject, misshapen: set[str]) -> Iterator[Problem]:
-    """Check what a schema cannot say about one case."""
+def _find_case_faults(path: str, case: JsonObject, misshapen: set[str]) -> Iterator[Problem]:
+    """Yield what is wrong with one case: its roles, and the steps that can be read."""
     roles = case["principal"]["roles"]
     if sorted({*roles}) != roles:
         yield Problem(path + "/principal/roles", "sorted", "must be sorted and unique")
-    steps = _well_shaped(path + "/steps", case["steps"], misshapen)
-    yield from _repeated("step_id", steps)
-    for where, step in steps:
-        yield from _step_problems(where, step)
-    if len(steps) == len(case["steps"]):  # else what a reference names may be among the misshapen
-        yield from _reference_problems(steps)
+
+    steps = _keep_well_shaped(path + "/steps", case["steps"], misshapen)
+    yield from _find_repeated("step_id", steps)
+    for number, (where, step) in enumerate(steps):
+        yield from _find_step_faults(where, step)
+
+        # Only an earlier dispatch has left a reference by the time a status query runs.
+        referable = {None} if step["action"] == "dispatch" else {
+            earlier["step_id"] for _, earlier in steps[:number] if earlier["action"] == "dispatch"}
+        is_complete = len(steps) == len(case["steps"])  # else it may name one of the misshapen
+        if is_complete and step["status_ref_from"] not in referable:
+            yield Problem(where + "/status_ref_from", "reference",
+                          "must name an earlier dispatch, and only for a status query")
 
 
-def _require_fixture(fixture: Any) -> JsonObject:
-    problems = validate(FIXTURE_SCHEMA, fixture)
-    # A misshapen case or step is looked at no further, but hides no problem of the others.
-    paths = [problem.path for problem in problems]
-    misshapen = {"/".join(path.split("/")[:5 if "/steps/" in path else 3]) for path in paths}
-    if len(problems) < MAX_PROBLEMS and not misshapen & {"", "/cases"}:  # else some were never looked at
-        cases = _well_shaped("/cases", fixture["cases"], misshapen)
-        problems += _repeated("id", cases)
-        for path, case in cases:
-            problems += _case_problems(path, case, misshapen)
+def _require_fixture(read: Callable[[], Any]) -> JsonObject:
+    """Return what `read` answers, if it is a fixture.
+
+    Raises `FixtureIOError` where it could not be read, else `FixtureError` with all its problems:
+    a misshapen case or step hides none of the others.
+    """
+    try:
+        fixture = read()
+    except JsonError as error:  # a `ValueError` as well, so it comes first
+        raise FixtureError([Problem("", error.reason, str(error))]) from None
+    except (AttributeError, OSError, ValueError):  # no standard input, no file, a NUL in its name
+        raise FixtureIOError([Problem("", "io", "the fixture cannot be read")]) from None
+
+    problems = _fixture_contract().problems(fixture)
+    # The case or the step in which a problem stands: /cases/0 or /cases/0/steps/0.
+    misshapen = {pointer(tokens_of(problem.path)[:4 if "/steps/" in problem.path else 2])
+                 for problem in problems}
+    # Where there is no list of cases, or the contract gave up counting, some were never judged.
+    if len(problems) < MAX_PROBLEMS and not misshapen & {"", "/cases"}:
+        cases = _keep_well_shaped("/cases", fixture["cases"], misshapen)
+        problems += _find_repeated("id", cases)
+        problems += [found for path, case in cases
+                     for found in _find_case_faults(path, case, misshapen)]
+
     if problems:
         raise FixtureError(problems)
     return fixture  # type: ignore[no-any-return]
 
 
 def decode_fixture(raw: bytes | str) -> JsonObject:
-    """Decode and check a fixture of at most 65,536 bytes. Raises `FixtureError` with all its problems."""
-    try:
-        return _require_fixture(decode_json(raw, max_bytes=MAX_FIXTURE_BYTES))
-    except JsonError as error:
-        raise FixtureError([Problem("", error.reason, str(error))]) from None
+    """Decode and check a fixture of at most 65,536 bytes; return it.
+
+    Raises `FixtureError` with all its problems; for a syntax error it says the line and the column.
+    """
+    return _require_fixture(lambda: decode_json(raw, max_bytes=MAX_FIXTURE_BYTES))
+
+
+def _decode_file(file: BinaryIO) -> Any:
+    # One byte more than allowed shows that there is too much, also in a file without end.
+    return decode_json(file.read(MAX_FIXTURE_BYTES + 1), max_bytes=MAX_FIXTURE_BYTES)
 
 
 def load_fixture(path: str | os.PathLike[str]) -> JsonObject:
-    """Read and decode a fixture file; no more than 65,537 bytes are read. Raises `FixtureError`."""
-    try:
+    """Read and decode a fixture file; no more than 65,537 bytes are read.
+
+    Raises `FixtureIOError` for a file that cannot be read, else what `decode_fixture` raises.
+    """
+    # Opened inside, so that whatever a path can do wrong is told as one error without the path.
+    def read() -> Any:
         with open(path, "rb") as file:
-            raw = file.read(MAX_FIXTURE_BYTES + 1)
-    except (OSError, ValueError):  # a NUL byte in the name is a ValueError
-        raise FixtureIOError from None
-    return decode_fixture(raw)
+            return _decode_file(file)
+
+    return _require_fixture(read)
 
 
-def _bound_call(step: JsonObject) -> ToolCall:
-    names = ("response_id", "call_id", "operation_id", "idempotency_key")
-    host = {name: step["execution_context"][name] for name in names}
-    return bind_tool_call(ModelProposal(**step["proposal"]), ExecutionContext(_profile(step), **host))
+def _bind_step(step: JsonObject, **changes: str) -> ToolCall:
+    """Bind a step's proposal under its own context, but for the changes."""
+    host = step["execution_context"] | changes
+    return bind_tool_call(ModelProposal(**step["proposal"]), ExecutionContext(
+        PROFILES[host["provider"]], host["response_id"], host["call_id"],
+        host["operation_id"], host["idempotency_key"]))
 
 
 def _mismatch(name: str, expected: object, actual: object) -> JsonObject:
+    """Write one difference as the report shows it; `actual` is null where nothing came about."""
     return {"field": name, "expected": expected, "actual": actual}
 
 
-def _facts(model_result: JsonObject, side_effect_count: int) -> JsonObject:
-    """Return what a step's expectation speaks of."""
-    policy = policy_of(model_result["error"]["code"] if model_result["error"] else "OK")
+def _state_facts(model_result: JsonObject, side_effect_count: int) -> JsonObject:
+    """Return the facts that a step's expectation speaks of."""
+    error = model_result["error"] or {"code": "OK", "recovery": SUCCESS.recovery}
     execution = model_result["execution"]
     return {
-        "code": policy.code, "status": model_result["status"], "outcome": execution["outcome"],
-        "recovery": policy.recovery, "delivery": execution["delivery"],
+        "code": error["code"], "status": model_result["status"], "outcome": execution["outcome"],
+        "recovery": error["recovery"], "delivery": execution["delivery"],
         "data": model_result["data"], "side_effect_count": side_effect_count,
     }
 
 
-def _payload(invocation: Invocation, package: Package) -> tuple[JsonObject | None, list[JsonObject]]:
-    """Map a package by its provider's adapter, which validates it first; what that reports are mismatches."""
-    to_provider = {
-        "openai": to_openai_responses, "anthropic": to_anthropic_messages, "google": to_gemini_interactions,
-    }[invocation.call.context.profile.provider]
+def _map_package(invocation: Invocation, package: Package) -> tuple[Any, list[JsonObject]]:
+    """Return the provider's payload, and a mismatch for each problem that its adapter reports.
+
+    An adapter sends nothing that `validate_result` would refuse: so each package is validated here.
+    """
     try:
         return to_provider(invocation, package), []
     except ResultContractError as error:
-        return None, [_mismatch(problem.path, problem.rule, None) for problem in error.problems]
-
-
-class _NoReference(Exception):
-    """A status query refers to a step that left nothing to ask about."""
+        return None, [_mismatch(found.path, found.rule, None) for found in error.problems]
 
 
 class _CaseRun:
-    """One case on a demo of its own. Audits are kept by step, for a later status query to refer to."""
+    """One case on a demo of its own. Each step's audit is kept: a status query may refer to it."""
 
     def __init__(self, case: JsonObject) -> None:
         self.case = case
-        self.principal = Principal(**{**case["principal"], "roles": tuple(case["principal"]["roles"])})
+        # As in a host, who asks is fixed before any model speaks (invariant 3).
+        self.principal = Principal(**{**case["principal"], "roles": (*case["principal"]["roles"],)})
         self.downstream = MockDownstream()
         self.gates: list[str] = []
         self.dispatcher = demo_dispatcher(self.downstream, observe=self.gates.append)
         self.audits: dict[str, JsonObject] = {}
 
     def report(self, explain: bool) -> JsonObject:
-        steps = [self.step(step, explain) for step in self.case["steps"]]
-        return {"id": self.case["id"], "passed": all(step["passed"] for step in steps), "steps": steps}
+        """Run the steps in order and return what the report says of this case."""
+        steps = [self._report_step(step, explain) for step in self.case["steps"]]
+        passed = all(step["passed"] for step in steps)
+        return {"id": self.case["id"], "passed": passed, "steps": steps}
 
-    def step(self, step: JsonObject, explain: bool) -> JsonObject:
+    def _report_step(self, step: JsonObject, explain: bool) -> JsonObject:
+        """Run one step and compare its ending, field by field, with what it expects."""
         self.gates.clear()
-        self.downstream.fault = step["failure"] if step["failure"] in FAULTS else "none"
         self.downstream.faults_met = 0
-        invocation = self.dispatcher.resolve(self.principal, _bound_call(step))
-        try:
-            package = self.perform(step, invocation)
-        except _NoReference:
-            missing = _mismatch("status_ref_from", step["status_ref_from"], None)
-            return {"step_id": step["step_id"], "passed": False, "mismatches": [missing]}
+        self.downstream.fault = step["failure"] if step["failure"] in FAULTS else "none"
+        invocation = self.dispatcher.resolve(self.principal, _bind_step(step))
+        package = self._perform(step, invocation)
+        if package is None:
+            return {"step_id": step["step_id"], "passed": False, "mismatches": [
+                _mismatch("status_ref_from", step["status_ref_from"], None)]}
+
         self.audits[step["step_id"]] = package["protected_audit"]
-        facts = _facts(package["model_result"], self.downstream.side_effect_count)
-        payload, mismatches = _payload(invocation, package)
-        mismatches += [_mismatch(name, expected, facts[name]) for name, expected in step["expected"].items()
-                       if not same_json(expected, facts[name])]
+        facts = _state_facts(package["model_result"], self.downstream.side_effect_count)
+        payload, mismatches = _map_package(invocation, package)
+        mismatches += [
+            _mismatch(name, expected, facts[name])
+            for name, expected in step["expected"].items() if not same_json(expected, facts[name])]
+        # A fault that no handler met proves nothing: the step ended before it, or never writes.
         if self.downstream.fault != "none" and not self.downstream.faults_met:
             mismatches.append(_mismatch("failure", step["failure"], "none"))
-        report = {"step_id": step["step_id"], "passed": not mismatches, **facts, "mismatches": mismatches}
-        if explain:
-            report["explanation"] = self.explanation(step, package, payload)
-        return report
 
-    def perform(self, step: JsonObject, invocation: Invocation) -> Package:
-        """Run one step; `_NoReference` says that the step referred to left no status reference."""
+        told = {"explanation": self._explain(step, package, payload)} if explain else {}
+        return {"step_id": step["step_id"], "passed": not mismatches, **facts,
+                "mismatches": mismatches, **told}
+
+    def _perform(self, step: JsonObject, invocation: Invocation) -> Package | None:
+        """Run one step; None where the step that a query refers to left no status reference."""
         now, call = step["now"], invocation.call
-        if step["action"] == "query_status":
-            audit = self.audits[step["status_ref_from"]]
-            status_ref, request_sha256 = audit["downstream"]["status_ref"], audit["binding"]["request_sha256"]
-            if status_ref is None:
-                raise _NoReference
-            return self.dispatcher.query_operation_status(
-                self.principal, call, status_ref=status_ref, expected_request_sha256=request_sha256, now=now)
-        deadline = now if step["failure"] == "timeout_before_execute" else None
-        approvals = self.approvals(step, invocation)
-        return self.dispatcher.dispatch(self.principal, call, approvals=approvals, now=now, deadline=deadline)
+        if step["action"] == "dispatch":
+            return self.dispatcher.dispatch(
+                self.principal, call, approvals=self._obtain_approvals(step, invocation), now=now,
+                deadline=now if step["failure"] == "timeout_before_execute" else None,
+            )
 
-    def approvals(self, step: JsonObject, invocation: Invocation) -> list[Approval]:
-        """Obtain what the step asks for; a mismatched approval was issued for another operation id."""
+        audit = self.audits[step["status_ref_from"]]
+        status_ref = audit["downstream"]["status_ref"]
+        return status_ref and self.dispatcher.query_operation_status(
+            self.principal, call, status_ref=status_ref,
+            expected_request_sha256=audit["binding"]["request_sha256"], now=now,
+        )
+
+    def _obtain_approvals(self, step: JsonObject, invocation: Invocation) -> list[Approval]:
+        """Obtain what the step asks for; a bad approval differs from a valid one in one thing."""
         if step["approval"] == "none":
             return []
-        if step["approval"] == "mismatched":
-            context = step["execution_context"]
-            other = "other" if context["operation_id"] != "other" else "another"
-            call = _bound_call({**step, "execution_context": {**context, "operation_id": other}})
-            invocation = self.dispatcher.resolve(self.principal, call)
-        lifetime = -1 if step["approval"] == "expired" else MAX_APPROVAL_SECONDS
+        if step["approval"] == "mismatched":  # given to another operation
+            own = step["execution_context"]["operation_id"]
+            other = _bind_step(step, operation_id="another" if own == "other" else "other")
+            invocation = self.dispatcher.resolve(self.principal, other)
+
+        # One that ends at `now` itself is expired: an approval is half-open, like a deadline.
+        now, seconds = (
+            (step["now"] - 1, 1) if step["approval"] == "expired"
+            else (step["now"], APPROVAL_SECONDS))
         return [self.dispatcher.authority.issue(
-            invocation, self.dispatcher.find_resource(invocation), approver_id="human-reviewer-1",
-            expires_at=step["now"] + lifetime, approval_id="approval-1",
+            invocation, self.dispatcher.find_resource(invocation), approver_id=DEMO_APPROVER,
+            approval_id="approval-1", now=now, seconds=seconds,
         )]
 
-    def explanation(self, step: JsonObject, package: Package, payload: JsonObject | None) -> JsonObject:
-        error, audit = package["model_result"]["error"], package["protected_audit"]
-        told = ("action", "proposal", "execution_context", "approval", "failure", "now")
+    def _explain(self, step: JsonObject, package: Package, payload: object) -> JsonObject:
+        """Return what `--explain` shows: what was asked, how far it got, what goes out.
+
+        The gates are told by the dispatcher itself, so a refusal shows the gate that made it.
+        """
+        audit = package["protected_audit"]
+
         return {
             "principal": self.case["principal"],
-            **{name: step[name] for name in told},
+            **{name: step[name] for name in (
+                "action", "proposal", "execution_context", "approval", "failure", "now")},
             "gates": [*self.gates],
-            "stopped_at": self.gates[-1] if error else None,
-            "violations": error["violations"] if error else [],
+            "stopped_at": self.gates[-1] if package["model_result"]["error"] else None,
             "status_ref": audit["downstream"]["status_ref"],
             "digests": audit["binding"],
+            "model_result": package["model_result"],
             "payload": payload,
         }
 
 
-def _run(fixture: JsonObject, explain: bool) -> JsonObject:
+def _run_cases(fixture: JsonObject, explain: bool) -> JsonObject:
     """Run a fixture that has been checked."""
     cases = [_CaseRun(case).report(explain) for case in fixture["cases"]]
     return {
-        "schema_version": REPORT_VERSION,
+        "schema_version": "tool-report-v2",
         "passed": all(case["passed"] for case in cases),
         "case_count": len(cases),
         "step_count": sum(len(case["steps"]) for case in cases),
@@ -2799,21 +4498,19 @@ def _run(fixture: JsonObject, explain: bool) -> JsonObject:
 def run_fixture(fixture: object, *, explain: bool = False) -> JsonObject:
     """Replay every case on a fresh demo and compare each step with its expectation.
 
-    Returns the report that the command line prints: `schema_version`, `passed`, `case_count`, `step_count`
-    and `cases`. With `explain`, each step also tells what was asked, which gates it entered and what its
-    provider gets. Raises `FixtureError` before anything runs.
+    Returns the report that the command line prints: `schema_version`, `passed`, `case_count`,
+    `step_count` and `cases`. With `explain`, each step also tells what was asked, which gates it
+    entered, its result and what its provider gets. Raises `FixtureError` before anything runs.
     """
-    try:
-        return _run(_require_fixture(plain_json(fixture)), explain)
-    except JsonError as error:
-        raise FixtureError([Problem("", error.reason, str(error))]) from None
+    return _run_cases(_require_fixture(lambda: plain_json(fixture)), explain)
 
 
-# ===== 15. Command line =============================================================================
+# ===== 15. Command line ===========================================================================
+# Whatever goes wrong is one message and an exit status, never a traceback, and no message repeats a
+# path or what was typed.
 
 PROGRAM: Final = "tool-dispatcher"
-WIDTH: Final = 100
-_LABEL: Final = 17                      # columns of the labels in an explanation
+WIDTH: Final = 100                      # columns where no terminal says how many it has
 
 
 class _UsageError(Exception):
@@ -2822,178 +4519,241 @@ class _UsageError(Exception):
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise _UsageError("the options are wrong; --help lists them")  # argparse repeats what was typed
+        # Not argparse's own message: it repeats what was typed.
+        raise _UsageError("the options are wrong; --help lists them")
 
 
-def _parser() -> argparse.ArgumentParser:
+# Options of a `run`, and those `instead` of one, of which at most one may be given.
+_OPTION_TABLE: Final[tuple[tuple[str, str, dict[str, Any]], ...]] = (
+    ("run", "--fixture", {
+        "metavar": "FILE", "help": "the fixture, - for standard input (default: the bundled one)"}),
+    ("run", "--case", {
+        "metavar": "ID", "action": "append", "default": [],
+        "help": "run only this case; may be repeated"}),
+    ("run", "--format", {
+        "choices": ("auto", "text", "json"), "default": "auto",
+        "help": "auto is text on a terminal and JSON otherwise"}),
+    ("run", "--explain", {
+        "action": "store_true",
+        "help": "show for each step what was asked, its gates, its result and its payload"}),
+    ("instead", "--print-schema", {
+        "action": "store_true", "help": "print the JSON Schema of a fixture"}),
+    ("instead", "--tools", {
+        "metavar": "PROVIDER", "choices": [*PROFILES],
+        "help": f"print the demo's tool definitions for {', '.join(PROFILES)}"}),
+    ("instead", "--version", {"action": "store_true", "help": "print the version"}),
+    ("instead", "-h --help", {"action": "store_true", "help": "print this help"}),
+)
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    """Make the parser of the table above.
+
+    Help and version are options like others: argparse's own would print and exit past `_emit`.
+    """
+    # With a width given, argparse does not import `shutil` to find one: the command starts sooner.
     parser = _Parser(
-        prog=PROGRAM, description="Replay a fixture of tool calls against the trusted boundary, offline.",
-        add_help=False, allow_abbrev=False,
+        prog=PROGRAM, add_help=False, allow_abbrev=False,
+        description="Replay a fixture of tool calls against the trusted boundary, offline.",
+        formatter_class=functools.partial(argparse.HelpFormatter, width=_find_width() or WIDTH),
     )
-    add = parser.add_argument
-    add("--fixture", metavar="FILE", help="the fixture, - for standard input (default: the bundled one)")
-    add("--case", metavar="ID", action="append", help="run only this case; may be repeated")
-    add("--format", choices=("auto", "text", "json"), default="auto",
-        help="auto is text on a terminal and JSON otherwise")
-    add("--explain", action="store_true", help="show for each step what was asked, its gates and its payload")
-    add = parser.add_mutually_exclusive_group().add_argument
-    add("--print-schema", action="store_true", help="print the JSON Schema of a fixture")
-    add("--tools", choices=tuple(PROFILES), help="print the demo's tool definitions for this provider")
-    add("--version", action="store_true", help="print the version")
-    add("-h", "--help", action="store_true", help="print this help")
+    groups = {"run": parser, "instead": parser.add_mutually_exclusive_group()}
+
+    for group, names, settings in _OPTION_TABLE:
+        groups[group].add_argument(*names.split(), **settings)
     return parser
 
 
-def _json_text(document: object) -> str:
-    return json.dumps(document, indent=2) + "\n"  # ASCII: no console is steered by a character of a fixture
-
-
-def _given_fixture(source: str | None) -> JsonObject:
+def _read_fixture(source: str | None) -> JsonObject:
     if source == "-":
-        try:
-            raw = sys.stdin.buffer.read(MAX_FIXTURE_BYTES + 1)
-        except (AttributeError, OSError, ValueError):  # standard input is closed, or a directory
-            raise FixtureIOError from None
-        return decode_fixture(raw)
-    return load_fixture(source if source is not None else pathlib.Path(__file__).with_name("tool-cases.json"))
+        return _require_fixture(lambda: _decode_file(sys.stdin.buffer))
+    # Its own file, wherever the command is called from; an empty name is a file that is not there.
+    bundled = pathlib.Path(__file__).with_name("tool-cases.json")
+    return load_fixture(bundled if source is None else source)
 
 
-def _selected(fixture: JsonObject, case_ids: list[str] | None) -> JsonObject:
-    if case_ids is None:
-        return fixture
+def _select_cases(fixture: JsonObject, case_ids: list[str]) -> JsonObject:
+    """Return the fixture with these cases only, in its own order; with all where none is named.
+
+    Raises `_UsageError`: a misspelt id that ran nothing would look like a success.
+    """
     if not {*case_ids} <= {case["id"] for case in fixture["cases"]}:
         raise _UsageError("the fixture has no case of this id")
-    return {**fixture, "cases": [case for case in fixture["cases"] if case["id"] in case_ids]}
+    return {**fixture, "cases": [
+        case for case in fixture["cases"] if not case_ids or case["id"] in case_ids]}
 
 
-def _is_open(stream: Any) -> bool:
-    """Tell whether a stream can be written to; Python has `None` for one that it was started without."""
-    return stream is not None and not stream.closed
+def _find_width() -> int | None:
+    """Return the columns of the terminal that standard output is, None where that is not known.
+
+    `shutil.get_terminal_size` does the same, COLUMNS first, but it asks the stream that Python was
+    started with, in whose place another may stand; and it takes long to import.
+    """
+    given = os.environ.get("COLUMNS", "")
+    columns = int(given) if given.isdecimal() else 0
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # no stream, or no terminal
+        columns = columns or os.get_terminal_size(sys.stdout.fileno()).columns
+    return max(columns, 60) if columns else None  # a narrower terminal breaks lines itself
 
 
-def _printable(text: str) -> str:
-    """Escape what could steer a terminal: control, bidirectional and other invisible characters."""
-    return "".join(
-        letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
+def _fit(text: str, width: int | None, label: str = "") -> list[str]:
+    """Break a text into lines of `width`; beside a label into at most four, the last cut with dots.
 
+    Without a width there is one line: whoever reads it through a pipe looks for a step a line.
+    """
+    # What could steer a terminal is escaped: control, bidirectional and other invisible characters.
+    # Before anything is measured, for an escape is longer than what it stands for.
+    text = "".join(
+        letter if letter.isprintable() else letter.encode("unicode_escape").decode()
+        for letter in text)
+    if width is None:
+        return [text]
 
-def _labelled(label: str, text: str, most: int = 4) -> Iterator[str]:
-    """Wrap a text beside its label; what does not fit into `most` lines is cut with two dots."""
     import textwrap  # needed by nothing else: the other commands start sooner without it
-
-    lines = textwrap.wrap(_printable(text), WIDTH - _LABEL, break_on_hyphens=False)
-    if len(lines) > most:
-        lines[most - 1:] = [lines[most - 1][:WIDTH - _LABEL - 2] + ".."]
-    for number, line in enumerate(lines):
-        yield f"  {'' if number else label:<{_LABEL - 2}}{line}"
+    return textwrap.wrap(
+        text, width, initial_indent=label, subsequent_indent=" " * (len(label) or 8),
+        max_lines=4 if label else None, placeholder=" ..", break_on_hyphens=False,
+    )
 
 
-def _carried_text(payload: Any) -> str:
-    """Return the canonical result text inside a provider payload, the longest text that it holds."""
-    if isinstance(payload, str):
-        return payload
-    members = payload.values() if isinstance(payload, dict) else payload if isinstance(payload, list) else ()
-    texts = map(_carried_text, members)
-    return max(texts, key=len, default="")
+_spell = functools.partial(json.dumps, ensure_ascii=False)      # with spaces, where lines may break
 
 
-def _explained(told: JsonObject) -> Iterator[str]:
-    """Lay out one step: what came in, how far it got, how it ended, what goes out."""
-    said, by, stopped = told["proposal"], told["principal"], told["stopped_at"]
-    host = {**told["execution_context"], "key": told["execution_context"]["idempotency_key"] or "none"}
-    who = ", ".join([f"{by['subject_id']} of {by['tenant_id']}", *by["roles"]])
-    yield from _labelled("model says", f"{said['name']} {canonical_json(said['arguments'])}")
-    asked = f"{told['action']} for {who}; now {told['now']} s; approval {told['approval']}"
-    yield from _labelled("host says", asked)
-    ids = "{provider} {api_family}; {response_id}; {call_id}; {operation_id}; key {key}"
-    yield from _labelled("", ids.format_map(host))
-    if told["failure"] != "none":
-        yield from _labelled("failure", told["failure"])
-    yield from _labelled("gates passed", " > ".join(told["gates"][:-1] if stopped else told["gates"]))
-    if stopped:
-        why = "".join(f"  {readable(problem['path'])} {problem['rule']}" for problem in told["violations"])
-        yield from _labelled("ENDED AT", f"[{stopped}]  {told['code']}{why}")
-    ends = "{status}; outcome {outcome}; delivery {delivery}; recovery {recovery}; "
-    yield from _labelled("ends", (ends + "effects {side_effect_count}").format_map(told))
-    digests = told["digests"].items()
-    yield from _labelled("digests", "  ".join(f"{name[:-7]} {value[:12]}.." for name, value in digests))
-    payload, text = canonical_json(told["payload"]), _carried_text(told["payload"])
-    yield from _labelled("provider gets", payload.replace(canonical_json(text), '".."'))
-    yield from _labelled("  with text", text, most=2)
+def _tell_gates(told: JsonObject) -> str:
+    """Tell which gates a step passed; where one stopped it, which one, and what it found wrong."""
+    gates, last = told["gates"], told["stopped_at"]
+    if last is None:
+        return ", ".join(gates)
+
+    broken = ", ".join(f"{readable(violation['path'])} {violation['rule']}"
+                       for violation in told["model_result"]["error"]["violations"])
+    return ", ".join([*gates[:-1], f"[{last}] stopped here{broken and ': '}{broken}"])
 
 
-def _step_lines(case_id: str, step: JsonObject) -> Iterator[str]:
-    verdict, title = "ok" if step["passed"] else "FAIL", f"{case_id} / {step['step_id']}"
-    if "explanation" in step:
-        yield f"{title:<{WIDTH - 4}.{WIDTH - 5}}{verdict:>4}"
-        yield from _explained({**step, **step["explanation"]})
-    elif "code" in step:
-        ending = "{code}  {outcome}  {delivery}  effects {side_effect_count}".format_map(step)
-        yield f"{verdict:<6}{title:<50}{ending}"
-    else:
-        yield f"{verdict:<6}{title}"
+def _tell_step(told: JsonObject) -> dict[str, str]:
+    """Tell one step by label: what came in, how far it got, how it ended, what goes out."""
+    said, by, host = told["proposal"], told["principal"], told["execution_context"]
+    return {
+        "model says": f"{said['name']} {canonical_json(said['arguments'])}",
+        "host says": f"{told['action']} for {by['subject_id']} of {by['tenant_id']}"
+                     + "".join(f", {role}" for role in by["roles"])
+                     + "; {provider} {api_family}; response {response_id}; call {call_id}; "
+                       "operation {operation_id}; key ".format_map(host)
+                     + (host["idempotency_key"] or "none"),
+        "test sets": "now {now}; approval {approval}; failure {failure}".format_map(told),
+        "gates": _tell_gates(told),
+        "ends": "{code}  {status}  {outcome}  {delivery}  recovery {recovery}  "
+                "effects {side_effect_count}".format_map(told),
+        "digests": "  ".join(
+            f"{name.removesuffix('_sha256')} {sha256[:12]}.."
+            for name, sha256 in told["digests"].items()),
+
+        # Inside the payload the text is a JSON string, escaped once more: it stands by itself.
+        "provider gets": _spell(told["payload"]).replace(
+            _spell(canonical_json(told["model_result"])), '".."'),
+        "model reads": _spell(told["model_result"]),
+    }
+
+
+def _lay_out_step(case_id: str, step: JsonObject, width: int | None) -> Iterator[str]:
+    """Yield the lines of one step: one by itself, more where something failed or is explained."""
+    line = f"{'ok' if step['passed'] else 'FAIL':<6}{case_id} / {step['step_id']}"
+    if "code" in step and "explanation" not in step:
+        # Endings stand in one column, behind which the longest code fits; two spaces part them from
+        # a name that is longer.
+        column = min(54, (width or WIDTH) - 55)
+        line = f"{line:<{column}}  " + (
+            "{code}  {outcome}  {delivery}  effects {side_effect_count}".format_map(step))
+    yield from _fit(line, width)
+
+    # As JSON, so that "1" and 1 are told apart.
     for mismatch in step["mismatches"]:
-        expected, actual = json.dumps(mismatch["expected"]), json.dumps(mismatch["actual"])
-        yield f"      {mismatch['field']:<20} expected {expected:<28} actual {actual}"
+        yield from _fit(
+            f"      {mismatch['field']:<20}  expected {json.dumps(mismatch['expected']):<28}"
+            f"  actual {json.dumps(mismatch['actual'])}", width)
+
     if "explanation" in step:
+        for label, text in _tell_step({**step, **step["explanation"]}).items():
+            yield from _fit(text, width or WIDTH, f"  {label:<15}")
         yield ""
 
 
-def _lines(lines: Iterable[str]) -> str:
-    return "".join(_printable(line) + "\n" for line in lines)
+def _write_text(report: JsonObject) -> str:
+    """Write a report for people: a line a step, and the sum at the end."""
+    width = _find_width()
+    lines = [line for case in report["cases"] for step in case["steps"]
+             for line in _lay_out_step(case["id"], step, width)]
+    # The sum is for scripts as well, so `passed` is spelt as in JSON.
+    return "\n".join([
+        *lines, f"passed={_spell(report['passed'])} case_count={report['case_count']}"
+                f" step_count={report['step_count']}\n"])
 
 
-def _report_text(report: JsonObject) -> str:
-    lines: list[str] = []
-    for case in report["cases"]:
-        for step in case["steps"]:
-            lines += _step_lines(case["id"], step)
-    passed = "true" if report["passed"] else "false"
-    lines.append(f"passed={passed} case_count={report['case_count']} step_count={report['step_count']}")
-    return _lines(lines)
+def _write_json(document: object) -> str:
+    return json.dumps(document, indent=2) + "\n"  # in ASCII: nothing in it steers a console
 
 
-def _answer(options: argparse.Namespace) -> tuple[str, int]:
-    """Return what to print, and the exit status."""
+def _answer_command(options: argparse.Namespace) -> tuple[str, int]:
+    """Return what to print, and the exit status. Raises `_UsageError` and `FixtureError`."""
     if options.help:
-        return _parser().format_help(), 0
+        return _make_parser().format_help(), 0
     if options.version:
         return f"{PROGRAM} {__version__}\n", 0
     if options.print_schema:
-        return _json_text({"$schema": "https://json-schema.org/draft/2020-12/schema", **FIXTURE_SCHEMA}), 0
+        return _write_json(
+            {"$schema": "https://json-schema.org/draft/2020-12/schema", **FIXTURE_SCHEMA}), 0
     if options.tools:
-        return _json_text(advertise_tools(demo_dispatcher().registry, PROFILES[options.tools])), 0
-    report = _run(_selected(_given_fixture(options.fixture), options.case), options.explain)
-    as_text = options.format == "text" or (
-        options.format == "auto" and _is_open(sys.stdout) and sys.stdout.isatty())
-    return _report_text(report) if as_text else _json_text(report), 0 if report["passed"] else 1
+        return _write_json(advertise_tools(demo_dispatcher().registry, PROFILES[options.tools])), 0
+
+    fixture = _select_cases(_read_fixture(options.fixture), options.case)
+    report = _run_cases(fixture, options.explain)
+    is_terminal = not getattr(sys.stdout, "closed", True) and sys.stdout.isatty()
+    as_text = options.format == "text" or (options.format == "auto" and is_terminal)
+    return _write_text(report) if as_text else _write_json(report), 0 if report["passed"] else 1
 
 
 def _emit(text: str, stream: Any) -> bool:
-    """Write UTF-8 with LF on every platform; a closed pipe ends quietly. Tell whether all else went well."""
-    if not _is_open(stream):
+    """Write UTF-8 with LF on every platform; tell whether that went well.
+
+    It did if the stream is closed, or a pipe that nobody reads any more; on a full disk it did not.
+    """
+    if getattr(stream, "closed", True):  # a stream is None where Python was started without it
         return True
+
     try:
         if hasattr(stream, "buffer"):
             stream.flush()
-            stream.buffer.write(text.encode("utf-8", "backslashreplace"))
+            raw = text.encode("utf-8")
+            while raw:  # an unbuffered stream (python -u) may take a part of it only
+                raw = raw[stream.buffer.write(raw):]
         else:
             stream.write(text)
         stream.flush()
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # where Python's last flush may go
-        return isinstance(error, BrokenPipeError) or error.errno == errno.EINVAL  # the same on Windows
+        # Python flushes once more as it ends: into nothing, for that would be a traceback.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        # A closed pipe is EINVAL on Windows.
+        return isinstance(error, BrokenPipeError) or error.errno == errno.EINVAL
     return True
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return 0 where all passed, 1 where a step did not, 2 for a bad fixture or use."""
+    """Run the command line and return its exit status; nothing is raised.
+
+    0: all steps passed. 1: a step did not. 2: the fixture or the options are wrong, or the output
+    could not be written. 130: interrupted by Ctrl-C, as a shell says it.
+    """
     try:
-        text, status = _answer(_parser().parse_args(argv))
+        text, status = _answer_command(_make_parser().parse_args(argv))
+        if _emit(text, sys.stdout):
+            return status
+        complaint = "the output cannot be written"
     except (_UsageError, FixtureError) as error:
-        _emit(_lines([f"{PROGRAM}: error:", *str(error).splitlines()]), sys.stderr)
-        return 2
-    return status if _emit(text, sys.stdout) else 2
+        complaint = str(error)
+    except KeyboardInterrupt:
+        return 130
+    _emit("\n".join([f"{PROGRAM}: error:", *complaint.splitlines()]) + "\n", sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":
