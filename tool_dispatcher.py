@@ -88,7 +88,7 @@ import sys
 import threading
 import unicodedata
 import warnings
-from collections import Counter
+from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from datetime import datetime, timedelta
@@ -107,8 +107,6 @@ MAX_LEVELS: Final = 32                  # nesting of any JSON: enough for tools,
 MAX_BUDGET: Final = 131_072             # values plus characters that one untrusted value may cost
 MAX_SAFE_INTEGER: Final = 2**53 - 1     # the largest integer that every JSON reader reads alike
 MAX_ARGUMENT_BYTES: Final = 65_536      # canonical UTF-8 of a call's arguments
-MAX_OUTPUT_BYTES: Final = 65_536        # the most a tool may allow itself: its package still fits
-MAX_OUTPUT_LEVELS: Final = MAX_LEVELS - 2   # data stands two levels deep in its package
 MAX_FIXTURE_BYTES: Final = 65_536
 MAX_NAME_LENGTH: Final = 128            # of a field, where fields are declared or scanned
 MAX_PROSE: Final = 1024                 # code points of a title or a description
@@ -129,7 +127,6 @@ MALFORMED_NAME: Final = "(malformed)"                   # no tool can bear it: s
 
 JsonObject = dict[str, Any]             # one decoded JSON object
 Package = dict[str, Any]                # {"model_result": ..., "protected_audit": ...}
-Purpose = Literal["dispatch", "query_status"]
 
 _EPOCH = datetime(1970, 1, 1)
 _IDENTIFIER = re.compile(r"[!-~]{1,255}")
@@ -146,8 +143,8 @@ T = TypeVar("T")
 def is_identifier(value: object) -> bool:
     """Tell whether `value` is 1 to 255 printable ASCII characters without a space.
 
-    >>> is_identifier("call-1"), is_identifier("call 1"), is_identifier("call-1\\n"), is_identifier(7)
-    (True, False, False, False)
+    >>> [is_identifier(value) for value in ("call-1", "call 1", "call-1\\n", 7)]
+    [True, False, False, False]
     """
     return type(value) is str and _IDENTIFIER.fullmatch(value) is not None
 
@@ -240,10 +237,8 @@ def _require_encodable(text: str) -> bytes:
 def _utf8_text(raw: bytes | str, max_bytes: int) -> str:
     if type(raw) is not str and type(raw) is not bytes:
         raise JsonError("type")
-    # Before anything is encoded: no text has fewer bytes than characters.
-    if len(raw) > max_bytes:
-        raise JsonError("size", limit=max_bytes)
-    encoded = raw.encode("utf-8", "surrogatepass") if isinstance(raw, str) else raw
+    # No text has fewer bytes than characters: so much of it is enough to be too much.
+    encoded = raw[:max_bytes + 1].encode("utf-8", "surrogatepass") if isinstance(raw, str) else raw
     if len(encoded) > max_bytes:
         raise JsonError("size", limit=max_bytes)
 
@@ -291,7 +286,7 @@ def _portable_number(value: float) -> int | float:
 
 
 def _double(text: str) -> int | float:
-    """Read a fraction, an exponent, or one of the words that are no JSON: NaN and the infinities."""
+    """Read a fraction, an exponent, or one of the words that are no JSON, NaN and Infinity."""
     value = float(text)
     # 1e-400 is not zero, but no double is nearer to it than zero.
     if not value and text.lower().partition("e")[0].strip("-0."):
@@ -420,15 +415,6 @@ def decode_json(raw: bytes | str, *, max_bytes: int) -> Any:
         raise JsonError("syntax", line=error.lineno, column=error.colno) from None
     # Only so can a lone surrogate have come in, or a key beyond the Basic Multilingual Plane.
     return value if text.isascii() and "\\u" not in text else plain_json(value)
-
-
-def is_portable(value: object) -> bool:
-    """Tell whether `plain_json` takes this value."""
-    try:
-        plain_json(value)
-    except JsonError:
-        return False
-    return True
 
 
 _PLAIN_DECODER: Final = json.JSONDecoder()
@@ -971,9 +957,9 @@ def _sound_contract(text: str, role: str, exempt: tuple[str, ...]) -> Contract:
         lambda name: is_forbidden_name(name, role, exempt)) if role != "data" else None)
 
 
-def _plain_schema(schema: object) -> JsonObject:
+def _require_plain(given: object) -> JsonObject:
     try:
-        return plain_json(schema)  # type: ignore[no-any-return]
+        return plain_json(given)  # type: ignore[no-any-return]
     except JsonError as error:
         raise ContractError(f"contract is {error}") from None
 
@@ -984,7 +970,7 @@ def require_contract(
 ) -> Contract:
     """Compile a sound contract; raises `ContractError` as `require_schema` does."""
     # Unsorted: the order of properties is how a model gets to see them.
-    return _sound_contract(json.dumps(_plain_schema(schema)), role, exempt_names)
+    return _sound_contract(json.dumps(_require_plain(schema)), role, exempt_names)
 
 
 def require_schema(
@@ -1336,7 +1322,7 @@ _ANY_READABLE: Final = ("read", "keyless", "write")
 _ANY_RUNNABLE: Final = ("read", "write")
 
 SUCCESS: Final = ErrorPolicy("OK", "", "committed", "none", None, _ANY_RUNNABLE, "")
-ERROR_CATALOG: Final[Mapping[str, ErrorPolicy]] = MappingProxyType({row[0]: ErrorPolicy(*row) for row in (
+_ROWS: Final = (
     ("UNKNOWN_TOOL", "contract", "not_started", "correct_input", None, ("unknown",),
      "No tool of this name is available."),
     ("INVALID_ARGUMENTS", "contract", "not_started", "correct_input", None, ("unread",),
@@ -1375,7 +1361,9 @@ ERROR_CATALOG: Final[Mapping[str, ErrorPolicy]] = MappingProxyType({row[0]: Erro
      "The tool's answer did not satisfy its output contract."),
     ("STATUS_CONFLICT", "conflict", "unknown", "human_review", None, _ANY_READABLE,
      "The status evidence does not belong to this operation."),
-)})
+)
+ERROR_CATALOG: Final[Mapping[str, ErrorPolicy]] = MappingProxyType(
+    {row[0]: ErrorPolicy(*row) for row in _ROWS})
 
 
 def policy_of(code: str) -> ErrorPolicy:
@@ -1447,9 +1435,10 @@ class Principal:
 
     def __post_init__(self) -> None:
         _require_identifiers(tenant_id=self.tenant_id, subject_id=self.subject_id)
-        sound = type(self.roles) is tuple and len(self.roles) <= MAX_ROLES and (
-            all(map(is_identifier, self.roles)) and sorted({*self.roles}) == [*self.roles])
-        _require_host(sound, "roles", f"a sorted tuple of at most {MAX_ROLES} different identifiers")
+        _require_host(
+            type(self.roles) is tuple and len(self.roles) <= MAX_ROLES
+            and all(map(is_identifier, self.roles)) and sorted({*self.roles}) == [*self.roles],
+            "roles", f"a sorted tuple of at most {MAX_ROLES} identifiers")
 
     @cached_property
     def ref(self) -> str:
@@ -1474,12 +1463,14 @@ class ProviderProfile:
     adapter_revision: str
 
 
-PROFILES: Final[Mapping[str, ProviderProfile]] = MappingProxyType({row[0]: ProviderProfile(*row) for row in (
-    ("openai", "responses", "openai-responses-v1"),
-    ("anthropic", "messages", "anthropic-messages-v1"),
-    ("google", "interactions", "gemini-interactions-v1"),
-    ("openai-chat", "chat-completions", "openai-chat-v1"),
-)})
+PROFILES: Final[Mapping[str, ProviderProfile]] = MappingProxyType({
+    profile.provider: profile for profile in (
+        ProviderProfile("openai", "responses", "openai-responses-v1"),
+        ProviderProfile("anthropic", "messages", "anthropic-messages-v1"),
+        ProviderProfile("google", "interactions", "gemini-interactions-v1"),
+        ProviderProfile("openai-chat", "chat-completions", "openai-chat-v1"),
+    )
+})
 
 
 def is_registered(profile: object) -> bool:
@@ -1592,19 +1583,19 @@ class Revisions:
 
 
 class Resource(NamedTuple):
-    """What a principal may reach: its revision, and whether its business state permits the action."""
+    """What a principal may reach: its revision, and whether its state permits the action."""
 
     revision: str
     permits: bool
 
 
 class Command(NamedTuple):
-    """The one immutable order that a handler gets. `now` and `deadline` are seconds since the epoch.
+    """The one immutable order that a handler gets.
 
-    `arguments` is a copy of the handler's own. `expected_revision` is the resource revision that
-    was authorized: a downstream that compares it as it writes closes the gap between check and
-    use. `attempt` names this very attempt, so that a downstream can refuse it for good; `None` for
-    a read.
+    `now` and `deadline` are seconds since the epoch. `arguments` is a copy of the handler's own.
+    `expected_revision` is the resource revision that was authorized: a downstream that compares it
+    as it writes closes the gap between check and use. `attempt` names this very attempt, so that a
+    downstream can refuse it for good; `None` for a read.
     """
 
     principal: Principal
@@ -1676,14 +1667,15 @@ def takes_retry_after(code: str) -> bool:
 
 
 def ask_author(refusal: Callable[[], Refused], function: Callable[..., T], *arguments: object) -> T:
-    """Run an author's callable, and nothing else inside the `try`; where it raises, raise `refusal()`.
+    """Run an author's callable, and nothing else inside the `try`; where it raises, `refusal()` is.
 
     The exception goes along with the refusal, for the host's eyes. An answer that is still to be
     awaited or iterated is closed and counts as raised: nothing of it has happened.
     """
     try:
         answer = function(*arguments)
-        if hasattr(answer, "__await__") or hasattr(answer, "__next__") or hasattr(answer, "__anext__"):
+        if hasattr(answer, "__await__") or hasattr(answer, "__next__") or hasattr(
+                answer, "__anext__"):
             getattr(answer, "close", bool)()
             raise TypeError("the answer is a coroutine or a generator")
         return answer
@@ -1780,17 +1772,19 @@ class ToolSpec:
 _REVISION_NAMES: Final = tuple(Revisions.__dataclass_fields__)
 _UNREGISTERED_CONTRACT: Final = dict.fromkeys(  # what an audit shows of a tool that does not exist
     ("name", *_REVISION_NAMES, "contract_sha256"), "unregistered")
-_DESCRIPTION: Final[dict[str, JsonObject]] = dict(
-    name={"type": "string", "maxLength": 64, "pattern": r"^[A-Za-z][A-Za-z0-9_-]*$"},
-    description={"type": "string", "minLength": 1, "maxLength": MAX_PROSE},
-    risk={"enum": ["read", "write"]},
-    consent={"enum": ["another", "own", "none"]},
-    max_output_bytes={"type": "integer", "minimum": 1, "maximum": MAX_OUTPUT_BYTES},
-    max_output_depth={"type": "integer", "minimum": 0, "maximum": MAX_OUTPUT_LEVELS},
-    producer_label=IDENTIFIER,
-    revisions=closed_object(**dict.fromkeys(_REVISION_NAMES, IDENTIFIER)),
-)
-_SPEC_CONTRACT: Final = Contract(closed_object(**_DESCRIPTION))
+_DESCRIPTION: Final[dict[str, JsonObject]] = {
+    "name": {"type": "string", "maxLength": 64, "pattern": r"^[A-Za-z][A-Za-z0-9_-]*$"},
+    "description": {"type": "string", "minLength": 1, "maxLength": MAX_PROSE},
+    "risk": {"enum": ["read", "write"]},
+    "consent": {"enum": ["another", "own", "none"]},
+    "exempt_names": {"type": "array", "items": {"type": "string", "maxLength": MAX_NAME_LENGTH}},
+    "max_output_bytes": {"type": "integer", "minimum": 1, "maximum": 65_536},  # a package fits
+    # Data stands two levels deep in its package.
+    "max_output_depth": {"type": "integer", "minimum": 0, "maximum": MAX_LEVELS - 2},
+    "producer_label": IDENTIFIER,
+    "revisions": closed_object(**dict.fromkeys(_REVISION_NAMES, IDENTIFIER)),
+}
+_DESCRIPTION_CONTRACT: Final = Contract(closed_object(**_DESCRIPTION))
 
 
 def _require_author(tool: str, *rules: tuple[bool, str]) -> None:
@@ -1818,25 +1812,24 @@ def _require_sound_tool(spec: ToolSpec) -> None:
     """Judge everything of a tool but its schemas."""
     if type(spec) is not ToolSpec or type(spec.revisions) is not Revisions:
         raise ContractError("a registry takes ToolSpec with Revisions")
+    exempt = [*spec.exempt_names] if type(spec.exempt_names) is tuple else None
     described = {name: getattr(spec, name) for name in _DESCRIPTION}
-    for problem in _SPEC_CONTRACT.problems({**described, "revisions": vars(spec.revisions)}):
+    described |= {"revisions": vars(spec.revisions), "exempt_names": exempt}
+    for problem in _DESCRIPTION_CONTRACT.problems(described):
         raise ContractError(f"tool {spec.name!r} at {problem.path}: {problem.message}")
+    _require_plain([spec.description, exempt])  # no lone surrogates
 
-    exempt, optional = spec.exempt_names, {"find_receipt": spec.find_receipt, "rules": spec.rules}
+    optional = {"find_receipt": spec.find_receipt, "rules": spec.rules}
     callables: dict[str, object] = {"find_resource": spec.find_resource, "handler": spec.handler}
     callables |= {name: given for name, given in optional.items() if given is not None}
     _require_author(
         spec.name,
-        (is_portable(spec.description), "description holds a lone surrogate"),
         (spec.writes or spec.consent == "another", "consent is for writes"),
-        (type(exempt) is tuple and all(
-            type(name) is str and is_portable(name) for name in exempt),
-         "exempt_names must be a tuple of field names"),
         (isinstance(spec.echoes, Mapping), "echoes must map output fields to arguments"),
-        ((spec.find_receipt is not None) == spec.writes, "a write needs find_receipt, a read has none"),
+        ((spec.find_receipt is not None) == spec.writes, "a write has find_receipt, a read none"),
         *((_is_plain_function(function),
-           f"{name} must be a plain function (callable, not async, no generator); an asynchronous host"
-           " calls asyncio.to_thread(dispatcher.dispatch, ...)")
+           f"{name} must be a plain function (callable, not async, no generator); an asynchronous"
+           " host calls asyncio.to_thread(dispatcher.dispatch, ...)")
           for name, function in callables.items()),
     )
 
@@ -1849,6 +1842,7 @@ def _registered(spec: ToolSpec) -> ToolSpec:
         "output_contract": spec._compile("output", spec.output_schema),
     }
     arguments, data = (contract.schema for contract in contracts.values())
+
     # What is compared must always be there. Lists, for a name may be anything, also unhashable.
     always_given, always_told = [*arguments.get("required", ())], [*data.get("required", ())]
     _require_author(
@@ -1872,21 +1866,21 @@ class Registry:
     """
 
     def __init__(self, specs: Iterable[ToolSpec]) -> None:
-        tools: dict[str, ToolSpec] = {}
-        taken: set[str] = set()
+        tools: dict[str, ToolSpec] = {}     # by the name as a model reads it
         for spec in map(_registered, specs):
             plain = re.sub("[-_]", "", spec.name).lower()
-            _require_author(spec.name, (plain not in taken, "another has this name, but for case, - and _"))
-            taken.add(plain)
-            # Its digest is computed here, while nobody else can hold the copy.
-            tools[spec.contract["name"]] = spec
-        self._tools: Final = MappingProxyType(tools)
+            _require_author(
+                spec.name, (plain not in tools, "another has this name, but for case, - and _"))
+            tools[plain] = spec
+        # The labels are computed here, with their digest, while nobody else can hold the copies.
+        self._tools: Final = {spec.contract["name"]: spec for spec in tools.values()}
 
     def __iter__(self) -> Iterator[ToolSpec]:
         """Yield copies: what is done to their schemas changes nothing that is enforced or shown."""
         for spec in self._tools.values():
             yield replace(
-                spec, input_schema=spec.input_contract.schema, output_schema=spec.output_contract.schema)
+                spec, input_schema=spec.input_contract.schema,
+                output_schema=spec.output_contract.schema)
 
     def find(self, name: object) -> ToolSpec | None:
         """Return the tool of exactly this name; nothing is imported, evaluated or guessed."""
@@ -1902,18 +1896,10 @@ Scope = tuple[str, str, str, str | None]    # tenant, subject, tool, idempotency
 Matter = tuple[str, str, str, str]          # tenant, subject, tool, canonical arguments
 
 
-class Intent(NamedTuple):
-    """What a replay must share with the call that took effect."""
-
-    request_sha256: str
-    provider: str
-    api_family: str
-    adapter_revision: str
-    output_schema: str
-    effect: str
-    handler: str
-    producer: str
-    contract_sha256: str
+# What a replay must share with the call that took effect: its request, its wire, its contract.
+Intent = namedtuple("Intent", (
+    "request_sha256", "provider", "api_family", "adapter_revision",
+    "output_schema", "effect", "handler", "producer", "contract_sha256"))
 
 
 class Verdict(NamedTuple):
@@ -1935,12 +1921,14 @@ def _ask_rules(spec: ToolSpec, arguments: JsonObject) -> Verdict:
         answer = ask_author(lambda: Refused("TOOL_ERROR"), spec.rules, arguments)
     except Refused as refusal:
         return Verdict(refusal.code, error=refusal.error)
+
     # Declared paths and plain words: so no problem holds text of the model's own.
     if type(answer) is not list or not all(
             type(problem) is Problem and type(problem.path) is str and type(problem.rule) is str
             and re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]{0,63}", problem.rule)
             and spec.input_contract.declares(problem.path) for problem in answer):
-        return Verdict("TOOL_ERROR", (Problem("", "rules", "must answer a list of Problem at declared paths"),))
+        wrong = Problem("", "rules", "must answer a list of Problem at declared paths")
+        return Verdict("TOOL_ERROR", (wrong,))
     return Verdict("INVALID_ARGUMENTS" if answer else "OK", tuple(answer))
 
 
@@ -1959,7 +1947,8 @@ class Invocation:
     def __post_init__(self) -> None:
         _require_host(type(self.principal) is Principal, "principal", "a Principal")
         _require_host(type(self.call) is ToolCall, "call", "a ToolCall")
-        sound = self.spec is None or (type(self.spec) is ToolSpec and self.spec.name == self.call.name)
+        spec = self.spec
+        sound = spec is None or (type(spec) is ToolSpec and spec.name == self.call.name)
         _require_host(sound, "spec", "None or the ToolSpec of the call's name")
 
     @property
@@ -2028,12 +2017,12 @@ class Invocation:
     @property
     def identity_sha256(self) -> str:
         """The provider's call identity: the same ids under another principal are another call."""
-        principal, context = self.principal, self.call.context
+        context = self.call.context
         return _sha256(" ".join((
-            "call-identity", principal.tenant_id, principal.subject_id, context.profile.provider,
+            "call-identity", *self.scope[:2], context.profile.provider,
             context.profile.api_family, context.response_id, context.call_id)))
 
-    def fingerprint_sha256(self, purpose: Purpose) -> str:
+    def fingerprint_sha256(self, purpose: str) -> str:
         """What one call identity stands for, for good: one request, operation, key, purpose."""
         context = self.call.context
         return _sha256(" ".join((
@@ -2049,16 +2038,14 @@ class Invocation:
     @property
     def matter(self) -> Matter:
         """The same wish under any key or revision: an unresolved outcome blocks all of it."""
-        principal, call = self.principal, self.call
-        return principal.tenant_id, principal.subject_id, call.name, str(call.arguments)
+        return *self.scope[:3], str(self.call.arguments)
 
     @property
     def intent(self) -> Intent:
         """What a replay must share with the call that took effect."""
-        profile, contract = self.call.context.profile, self.contract
         return Intent(
-            self.request_sha256, profile.provider, profile.api_family, profile.adapter_revision,
-            *(contract[name] for name in Intent._fields[4:]))
+            self.request_sha256, *vars(self.call.context.profile).values(),
+            *(self.contract[name] for name in Intent._fields[4:]))
 
     @cached_property
     def idempotency_ref(self) -> str | None:
@@ -2097,7 +2084,7 @@ _APPROVAL_FIELDS: Final[JsonObject] = {
 
 @dataclass(frozen=True, slots=True)
 class Approval:
-    """A human's consent, signed by the authority. `expires_at`: seconds since the epoch, half-open."""
+    """A human's consent, signed by the authority; `expires_at` is in seconds, half-open."""
 
     approval_id: str
     approver_id: str
@@ -2111,7 +2098,8 @@ class Approval:
 
 def is_resource(answer: object) -> TypeGuard[Resource]:
     """Tell whether an author's answer grants access: exactly a `Resource`, well typed."""
-    return type(answer) is Resource and is_identifier(answer.revision) and type(answer.permits) is bool
+    return type(answer) is Resource and (
+        is_identifier(answer.revision) and type(answer.permits) is bool)
 
 
 def is_eligible(approver_id: str, subject_id: str, consent: str) -> bool:
@@ -2125,9 +2113,9 @@ def is_eligible(approver_id: str, subject_id: str, consent: str) -> bool:
 
 
 def _require_approvers(approvers: Any) -> dict[str, set[str]]:
-    """Copy a mapping from tenant to approvers. A text is no list: each of its letters would be one."""
+    """Copy a mapping from tenant to approvers. A text is no list: each letter would be one."""
     sound = isinstance(approvers, Mapping) and all(
-        isinstance(listed, Iterable) and not isinstance(listed, str) for listed in approvers.values())
+        isinstance(names, Iterable) and not isinstance(names, str) for names in approvers.values())
     listed = {tenant_id: (*names,) for tenant_id, names in approvers.items()} if sound else {}
     sound = sound and all(map(is_identifier, itertools.chain(listed, *listed.values())))
     _require_host(sound, "approvers", "a mapping from tenants to lists of identifiers")
@@ -2135,11 +2123,11 @@ def _require_approvers(approvers: Any) -> dict[str, set[str]]:
 
 
 class ApprovalAuthority:
-    """Issues and judges approvals under one secret key of at least 32 bytes (HMAC-SHA-256, RFC 2104).
+    """Issues and judges approvals under one secret key (HMAC-SHA-256, RFC 2104).
 
-    `approvers` maps a tenant to those who may approve in it. `max_seconds`, 1 to 86,400, bounds how
-    long an approval lives. Raises `HostContextError`. One authority and one ledger belong to one
-    downstream.
+    The key has at least 32 bytes. `approvers` maps a tenant to those who may approve in it.
+    `max_seconds`, 1 to 86,400, bounds how long an approval lives. Raises `HostContextError`. One
+    authority and one ledger belong to one downstream.
     """
 
     def __init__(
@@ -2225,7 +2213,7 @@ class ResultContractError(ValueError):
     """A package that must not be sent on. `problems` says where it is wrong."""
 
     def __init__(self, problems: list[Problem]) -> None:
-        super().__init__("; ".join(f"{readable(problem.path)} {problem.rule}" for problem in problems))
+        super().__init__("; ".join(f"{readable(each.path)} {each.rule}" for each in problems))
         self.problems = problems
 
 
@@ -2277,6 +2265,7 @@ def _provenance(invocation: Invocation, evidence: Evidence | None, recorded_at: 
             "source_label": "offline-dispatcher", "producer_revision": "offline-dispatcher-v2",
             "resource_revision": None, "observed_at": recorded_at, "trust": "trusted_control",
         }
+
     return {
         "source_label": invocation.tool.producer_label,
         "producer_revision": invocation.contract["producer"],
@@ -2287,8 +2276,10 @@ def _provenance(invocation: Invocation, evidence: Evidence | None, recorded_at: 
 
 
 def _model_result(invocation: Invocation, ending: Ending) -> JsonObject:
+    """Write the model's projection. Its canonical text is what a provider payload carries."""
     policy = policy_of(ending.code)
     evidence = ending.evidence
+
     return {
         "schema_version": MODEL_RESULT_VERSION,
         "status": policy.status,
@@ -2309,6 +2300,7 @@ def _unbound_audit(invocation: Invocation, ending: Ending) -> JsonObject:
     # Shown only where an operation can be found by it; an unknown one may be another key's.
     own_ref = invocation.status_ref if ending.code in ("OK", "OUTPUT_CONTRACT_VIOLATION") else None
     found_by = ending.status_ref if ending.code == "OUTCOME_UNKNOWN" else own_ref
+
     return {
         "schema_version": AUDIT_VERSION,
         "visibility": "protected_audit",
@@ -2368,7 +2360,9 @@ def _data_problems(invocation: Invocation, data: JsonObject, size: int) -> Itera
         yield _problem(("data",), "bytes", spec.max_output_bytes)
 
 
-def _evidence(invocation: Invocation, document: JsonObject) -> tuple[Evidence | None, list[Problem]]:
+def _evidence(
+    invocation: Invocation, document: JsonObject
+) -> tuple[Evidence | None, list[Problem]]:
     """Turn the plain fields of a result into evidence, or say why they are none (invariant 8)."""
     if invocation.verdict.code != "OK":
         return None, [Problem("", "impossible", "a call that never ran has no output")]
@@ -2388,8 +2382,13 @@ def _evidence(invocation: Invocation, document: JsonObject) -> tuple[Evidence | 
         document["receipt_id"]), []
 
 
-def _examined_output(invocation: Invocation, result: object) -> tuple[Evidence | None, list[Problem]]:
-    """Copy and check a result in one go, so that what was checked is what is kept."""
+def _examined_output(
+    invocation: Invocation, result: object
+) -> tuple[Evidence | None, list[Problem]]:
+    """Copy and check a result in one go, so that what was checked is what is kept.
+
+    A handler may keep its own data and change it later, in another thread.
+    """
     if type(invocation) is not Invocation:
         return None, [Problem("", "invocation", "must be an Invocation")]
     if type(result) is not HandlerResult:
@@ -2416,7 +2415,8 @@ _ASSERTIONS: Final = Contract(open_object(
         data={},
         error=nullable(open_object(
             code={"enum": [*ERROR_CATALOG]},
-            retry_after_ms={"type": ["integer", "null"], "minimum": 1, "maximum": MAX_RETRY_AFTER_MS},
+            retry_after_ms=nullable(
+                {"type": "integer", "minimum": 1, "maximum": MAX_RETRY_AFTER_MS}),
         )),
         execution=open_object(delivery={"enum": [*_DELIVERIES]}),
         provenance=open_object(resource_revision={}, observed_at={}),
@@ -2452,7 +2452,9 @@ def _is_possible_code(invocation: Invocation, code: str) -> bool:
     return "write" in met_by or ("consented" in met_by and invocation.tool.consent != "none")
 
 
-def _is_possible_approval(invocation: Invocation, approval: JsonObject | None, fresh_at: str | None) -> bool:
+def _is_possible_approval(
+    invocation: Invocation, approval: JsonObject | None, fresh_at: str | None
+) -> bool:
     """Tell whether a successful write could carry this approval; `fresh_at` where it ran just now.
 
     A replay shows the approval of its original, which may have ended long ago.
@@ -2468,8 +2470,14 @@ def _is_possible_approval(invocation: Invocation, approval: JsonObject | None, f
     return is_within(approval["expires_at"] - int(age.total_seconds()), 1, MAX_APPROVAL_SECONDS)
 
 
-def _implausible(invocation: Invocation, code: str, model: JsonObject, audit: JsonObject) -> list[Problem]:
-    """Say which assertions this invocation could not have led to, whatever their digests."""
+def _implausible(
+    invocation: Invocation, code: str, model: JsonObject, audit: JsonObject
+) -> list[Problem]:
+    """Say which assertions this invocation could not have led to, whatever their digests.
+
+    Digests without a key can be recomputed by anybody. What a call cannot lead to is refused even
+    where they all agree.
+    """
     error, delivery = model["error"], model["execution"]["delivery"]
     possible = {
         "/model_result/status": _is_possible_code(invocation, code),
@@ -2477,8 +2485,9 @@ def _implausible(invocation: Invocation, code: str, model: JsonObject, audit: Js
         "/protected_audit/downstream/status_ref":
             code != "OUTCOME_UNKNOWN" or audit["downstream"]["status_ref"] is not None,
     }
-    if error and takes_retry_after(code):
+    if takes_retry_after(code):
         possible["/model_result/error/retry_after_ms"] = error["retry_after_ms"] is not None
+
     if code == "OK" and all(possible.values()):
         fresh_at = audit["recorded_at"] if delivery == "fresh" else None
         writes = invocation.tool.writes
@@ -2492,7 +2501,10 @@ def _implausible(invocation: Invocation, code: str, model: JsonObject, audit: Js
 def _asserted_evidence(
     invocation: Invocation, model: JsonObject, audit: JsonObject
 ) -> tuple[Evidence | None, list[Problem]]:
-    """Judge a success as the output that it says it came from."""
+    """Judge a success as the output that it says it came from.
+
+    So data in a package has no contract of its own that could be weaker than the tool's.
+    """
     evidence, problems = _evidence(invocation, {
         "data": model["data"], "producer_revision": invocation.contract["producer"],
         **{name: model["provenance"][name] for name in ("resource_revision", "observed_at")},
@@ -2504,7 +2516,7 @@ def _asserted_evidence(
 
 
 def _asserted_ending(invocation: Invocation, package: Any) -> tuple[Ending, list[Problem]]:
-    """Take the assertions out of a plain package, vet them, return the ending that they describe."""
+    """Take the assertions out of a plain package, vet them, return the ending they describe."""
     problems = _unbelievable(_ASSERTIONS, package)
     if problems:
         return Ending("TOOL_ERROR", ""), problems
@@ -2531,7 +2543,11 @@ _ABSENT: Final = object()
 def _compare(
     expected: JsonObject, actual: JsonObject, path: tuple[str, ...], found: list[Problem]
 ) -> None:
-    """Add where a given object differs from the rebuilt one, member by member, by JSON equality."""
+    """Add where a given object differs from the rebuilt one, member by member.
+
+    JSON equality, for Python's own takes `true` for 1, and a digest would not. Names that only the
+    given one has are counted, never repeated.
+    """
     for name, value in expected.items():
         other = actual.get(name, _ABSENT)
         if type(value) is dict and type(other) is dict:
@@ -2583,10 +2599,10 @@ def _is_turn(invocations: Any) -> bool:
         return False
     if not all(type(invocation) is Invocation for invocation in invocations):
         return False
-    turns = {(invocation.principal, invocation.call.context.profile, invocation.call.context.response_id)
-             for invocation in invocations}
-    call_ids = {invocation.call.context.call_id for invocation in invocations}
-    return len(turns) == 1 and len(call_ids) == len(invocations)
+    contexts = [invocation.call.context for invocation in invocations]
+    turns = {(invocation.principal, context.profile, context.response_id)
+             for invocation, context in zip(invocations, contexts, strict=True)}
+    return len(turns) == 1 and len({context.call_id for context in contexts}) == len(contexts)
 
 
 _ASSERTED_CALL: Final = Contract(open_object(
@@ -2617,7 +2633,9 @@ def _rebuild_set(invocations: Any, packages: Any) -> tuple[list[Package], list[P
     return [rebuilt[call_id] for call_id in expected if call_id in rebuilt], problems
 
 
-def validate_result_set(invocations: Sequence[Invocation], packages: Sequence[object]) -> list[Problem]:
+def validate_result_set(
+    invocations: Sequence[Invocation], packages: Sequence[object]
+) -> list[Problem]:
     """Check the results of one turn, in any order; paths are led by the package's index.
 
     Never raises. The turn has one principal, profile and response, and every call exactly one
@@ -2630,9 +2648,9 @@ def validate_result_set(invocations: Sequence[Invocation], packages: Sequence[ob
 # ===== 10. The ledger =============================================================================
 #
 #   absent --claim--> in_progress --commit--> committed
-#                     in_progress --doubt---> unknown --commit--> committed  (evidence from a query)
-#                     in_progress --release-> absent                         (NotStarted)
-#                     unknown -----release--> absent                         (NoEffect, from a query)
+#                     in_progress --doubt---> unknown --commit--> committed   (evidence, by a query)
+#                     in_progress --release-> absent                          (NotStarted)
+#                     unknown -----release--> absent                          (NoEffect, by a query)
 #
 # What happened at most once is whatever one store says happened. So every transition is one store,
 # decided on an attempt: it happens only while that very attempt stands in a state that it may
@@ -2641,9 +2659,6 @@ def validate_result_set(invocations: Sequence[Invocation], packages: Sequence[ob
 
 class LedgerError(RuntimeError):
     """A transition that others were always quicker to undo; a claim that raises it ran nothing."""
-
-
-_NO_END: Final = f"what was in the way of {MAX_TURNS} tries was gone before it could be read"
 
 
 class Operation(NamedTuple):
@@ -2681,7 +2696,7 @@ class Ledger(Protocol):
     """
 
     def bind_call(self, identity: str, fingerprint: str, now: int) -> bool:
-        """Bind a call identity to a fingerprint (both hex) for good; tell whether it is this one."""
+        """Bind a call identity to a fingerprint, both hex, for good; tell whether to this one."""
 
     def find_standing(self, scope: Scope, matter: Matter) -> Operation | None:
         """Return the unresolved operation on this matter under whatever key, else the scope's."""
@@ -2755,10 +2770,11 @@ class MemoryLedger:
 
     def commit(self, operation: Operation, evidence: Evidence, now: int) -> Operation:
         with self._lock:
-            standing = self._operations.get(operation.scope)
-            if standing and (standing.attempt != operation.attempt or standing.state == "committed"):
+            standing = self._operations.get(operation.scope, operation)
+            if standing.attempt != operation.attempt or standing.state == "committed":
                 return standing
             settled = operation._replace(state="committed", evidence=evidence)
+            self._references[operation.status_ref] = operation.scope
             self._operations[operation.scope] = settled
             return settled
 
@@ -2773,16 +2789,16 @@ class MemoryLedger:
             return [each for each in self._operations.values() if each.state != "committed"]
 
     def _move(self, operation: Operation, to: Any, *states: str) -> bool:
-        """Move the very attempt from one of these states to another; tell whether it stood there."""
+        """Move the very attempt from one of these states to another; tell whether it was there."""
         with self._lock:
             standing = self._operations.get(operation.scope)
-            if not standing or standing.attempt != operation.attempt or standing.state not in states:
-                return False
-            if to == "absent":
+            is_there = standing is not None and (
+                standing.attempt == operation.attempt and standing.state in states)
+            if is_there and to == "absent":
                 del self._operations[operation.scope]
-            else:
+            elif is_there:
                 self._operations[operation.scope] = operation._replace(state=to)
-            return True
+            return is_there
 
     def _standing(self, scope: Scope, matter: Matter) -> Operation | None:
         attempted = self._operations.get(self._attempted.get(matter, _NO_SCOPE))
@@ -2819,11 +2835,11 @@ _SELECT: Final = "SELECT record, state, evidence FROM tool_operations_v1"
 
 
 def _record_of(operation: Operation) -> str:
-    """Write what never changes of an operation as canonical JSON: all but its state and evidence."""
-    command = operation.command
-    principal = [command.principal.tenant_id, command.principal.subject_id, [*command.principal.roles]]
+    """Write what never changes of an operation: all but its state and its evidence."""
+    principal, *order = operation.command
+    by = [principal.tenant_id, principal.subject_id, principal.roles]
     return canonical_json([
-        operation.scope, operation.matter, operation.intent, [principal, *command[1:]],
+        operation.scope, operation.matter, operation.intent, [by, *order],
         operation.approval, operation.attempt])
 
 
@@ -2837,7 +2853,7 @@ def _operation_of(record: str, state: Any, evidence: str | None) -> Operation:
         approval, attempt, state, Evidence(*_decode_canonical(evidence)) if evidence else None)
 
 
-class SqlLedger:
+class SqlLedger(contextlib.AbstractContextManager["SqlLedger"]):
     """A ledger in two tables of one PEP 249 connection, whose use it serializes.
 
     Each statement is its own transaction, so the connection's mode does not matter; on an exception
@@ -2878,10 +2894,8 @@ class SqlLedger:
             raise
 
     def close(self) -> None:
+        """Close the connection; leaving a `with` block does it too."""
         self._connection.close()
-
-    def __enter__(self) -> SqlLedger:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -2909,7 +2923,7 @@ class SqlLedger:
             if standing:
                 return standing
             # What was in the way is gone: between two statements everything may change.
-        raise LedgerError(_NO_END)
+        raise LedgerError("what was in the way was gone, time and again, before it could be read")
 
     def commit(self, operation: Operation, evidence: Evidence, now: int) -> Operation:
         settled = operation._replace(state="committed", evidence=evidence)
@@ -2917,13 +2931,14 @@ class SqlLedger:
             "UPDATE tool_operations_v1 SET state = 'committed', settled_at = ?, evidence = ?"
             " WHERE scope = ? AND attempt = ? AND state <> 'committed'")
         stored = now, canonical_json(evidence), digest(operation.scope), operation.attempt
+
         for _ in range(MAX_TURNS):
             if self._run(update, *stored)[0] == 1 or self._insert(settled, now) == 1:
                 return settled
             standing = self._find(_SELECT + " WHERE scope = ?", digest(operation.scope))
             if standing:
                 return standing
-        raise LedgerError(_NO_END)
+        raise LedgerError("what was in the way was gone, time and again, before it could be read")
 
     def doubt(self, operation: Operation) -> bool:
         update = (
@@ -2951,7 +2966,8 @@ class SqlLedger:
         _require_count("keep_seconds", keep_seconds, 86_400)
         for statement in (
             "DELETE FROM tool_calls_v1 WHERE bound_at < ?",
-            "DELETE FROM tool_operations_v1 WHERE settled_at < ? AND state = 'committed'",
+            # What is not committed has not settled at any time: NULL, which is less than nothing.
+            "DELETE FROM tool_operations_v1 WHERE settled_at < ?",
         ):
             self._run(statement, now - keep_seconds)
 
@@ -2977,6 +2993,7 @@ class SqlLedger:
                     answer = int(cursor.rowcount), [tuple(row) for row in rows]
                 self._connection.commit()
                 return answer
+
             except BaseException:
                 with contextlib.suppress(Exception):  # a lost connection cannot roll back either
                     self._connection.rollback()
@@ -3018,28 +3035,26 @@ class RunBudget:
         _require_count("max_effects", max_effects, 0)
         self._max_calls, self._max_repeats = max_calls, max_repeats
         self._effects_left = max_effects
-        self._calls: set[str] = set()
-        self._requests: Counter[str] = Counter()
+        self._requests: dict[str, str] = {}     # by call identity
         self._lock = threading.Lock()
 
     def take_call(self, identity: str, request: str) -> bool:
         """Count a call identity with its request digest; tell whether the run may make it."""
         with self._lock:
-            if identity in self._calls:
+            if identity in self._requests:
                 return True
-            if len(self._calls) >= self._max_calls or self._requests[request] >= self._max_repeats:
+            repeats = sum(other == request for other in self._requests.values())
+            if len(self._requests) >= self._max_calls or repeats >= self._max_repeats:
                 return False
-            self._calls.add(identity)
-            self._requests[request] += 1
+            self._requests[identity] = request
             return True
 
     def take_effect(self) -> bool:
         """Take one effect; tell whether there was one left."""
         with self._lock:
-            if self._effects_left < 1:
-                return False
-            self._effects_left -= 1
-            return True
+            is_left = self._effects_left > 0
+            self._effects_left -= is_left
+            return is_left
 
     def give_back_effect(self) -> None:
         """Return an effect that was taken and did not happen."""
@@ -3074,7 +3089,7 @@ def _obstacle_in(standing: Operation, invocation: Invocation) -> Refused | None:
 class Dispatcher:
     """The boundary between proposals and effects.
 
-    `observe(gate)` is called as each gate is entered; the last one is where a call ended. `on_fault`
+    `observe(gate)` is called as each gate is entered; the last is where a call ended. `on_fault`
     gets a `Fault` once, after the ledger is settled, for every ending that an author's exception or
     malformed answer led to. `lease_seconds` is how long a claim is presumed alive. What observer,
     `on_fault` or ledger raise passes on unchanged: dispatching the same call again tells what
@@ -3088,6 +3103,7 @@ class Dispatcher:
         lease_seconds: int = 300,
     ) -> None:
         _require_count("lease_seconds", lease_seconds, 1)
+
         self.registry = registry
         self.authority = authority
         self.ledger = ledger
@@ -3097,8 +3113,7 @@ class Dispatcher:
 
     def resolve(self, principal: Principal, call: ToolCall) -> Invocation:
         """Return the trusted context of a call. Raises `HostContextError` for anything else."""
-        _require_host(type(call) is ToolCall, "call", "a ToolCall")
-        return Invocation(principal, call, self.registry.find(call.name))
+        return Invocation(principal, call, self.registry.find(getattr(call, "name", None)))
 
     def find_resource(self, invocation: Invocation) -> Resource | None:
         """Return what an approver should look at; `None` where this call could reach nothing."""
@@ -3154,7 +3169,8 @@ class Dispatcher:
         """
         self._enter("host_context")
         invocation = self.resolve(principal, call)
-        _require_host(type(reason) is str and reason in _DECLINED, "reason", "rejected or cancelled")
+        is_reason = type(reason) is str and reason in _DECLINED
+        _require_host(is_reason, "reason", "rejected or cancelled")
         _require_instants(now=now)
 
         try:
@@ -3183,23 +3199,21 @@ class Dispatcher:
         invocation = self.resolve(principal, call)
         _require_identifiers(status_ref=status_ref)
         _require_host(
-            is_digest(expected_request_sha256), "expected_request_sha256", "a SHA-256 in lowercase hex")
+            is_digest(expected_request_sha256),
+            "expected_request_sha256", "a SHA-256 in lowercase hex")
         _require_instants(now=now)
 
         try:
             self._admit(invocation, "query_status", now)
 
-            package: Package | None = None
-            while package is None:  # again only where somebody else settled it meanwhile
-                operation = self._require_operation(
-                    invocation, status_ref, expected_request_sha256, now)
-                package = self._settle(invocation, operation, now)
-            return package
+            operation = self._require_operation(
+                invocation, status_ref, expected_request_sha256, now)
+            return self._settle(invocation, operation, now)
         except Refused as refusal:
             return self._answer_refusal(invocation, refusal, now)
 
     def _admit(
-        self, invocation: Invocation, purpose: Purpose, now: int, budget: RunBudget | None = None
+        self, invocation: Invocation, purpose: str, now: int, budget: RunBudget | None = None
     ) -> Resource:
         """Pass the gates that stand before every call: what it is, then what it may reach."""
         self._require_identity(invocation, purpose, now)
@@ -3226,7 +3240,7 @@ class Dispatcher:
         if not holds:
             raise Refused(code)
 
-    def _require_identity(self, invocation: Invocation, purpose: Purpose, now: int) -> None:
+    def _require_identity(self, invocation: Invocation, purpose: str, now: int) -> None:
         """One provider call identity means one request and one purpose, for good (invariant 3)."""
         self._enter("call_identity")
         fingerprint = invocation.fingerprint_sha256(purpose)
@@ -3248,12 +3262,13 @@ class Dispatcher:
         if code == "OK":
             return
         # The model's own mistake is nobody's fault; rules that raised or answered nonsense are.
-        refusal = Refused(code, gate="" if code == "INVALID_ARGUMENTS" else "input", problems=problems)
+        gate = "" if code == "INVALID_ARGUMENTS" else "input"
+        refusal = Refused(code, gate=gate, problems=problems)
         refusal.error = error
         raise refusal
 
     def _require_idempotency(self, invocation: Invocation) -> Operation | None:
-        """Return the committed operation that a retry replays, `None` for a new one (invariant 6)."""
+        """Return the committed operation that a retry replays, if there is one (invariant 6)."""
         if not invocation.tool.writes:
             return None
         self._enter("idempotency")
@@ -3273,6 +3288,7 @@ class Dispatcher:
         tool = invocation.tool
         if not tool.writes or tool.consent == "none":
             return None
+
         self._enter("approval")
         if not approvals:
             raise Refused("APPROVAL_REQUIRED")
@@ -3303,7 +3319,7 @@ class Dispatcher:
                   operation.intent[1:4])
         if asked != stands or not invocation.tool.writes:
             raise Refused("STATUS_CONFLICT")
-        # After a deployment the contract differs; who is asked whether nothing happened still knows.
+        # After a deployment the contract differs; whether nothing happened can still be asked.
         is_open = operation.is_open_to_query(now, self._lease_seconds)
         if operation.intent != invocation.intent and not is_open:
             raise Refused("STATUS_CONFLICT")
@@ -3312,10 +3328,11 @@ class Dispatcher:
     def _require_receipt(
         self, invocation: Invocation, operation: Operation, answer: object
     ) -> Evidence:
-        """Only a receipt of this very effect, under this very contract, settles it (invariant 7)."""
+        """Only a receipt of this very effect, under this contract, settles it (invariant 7)."""
         if operation.intent != invocation.intent:
             raise Refused("STATUS_CONFLICT")
-        due = [operation.status_ref, operation.command.request_sha256, invocation.contract["effect"]]
+        effect = invocation.contract["effect"]
+        due = [operation.status_ref, operation.command.request_sha256, effect]
         if type(answer) is not Receipt or not same_json(due, [*answer[:len(due)]]):
             wrong = Problem("", "receipt", "must be this operation's Receipt, NoEffect or None")
             raise Refused("STATUS_CONFLICT", gate="receipt", problems=[wrong])
@@ -3387,7 +3404,8 @@ class Dispatcher:
         standing = self.ledger.claim(operation)
         if standing.attempt != operation.attempt:
             budget.give_back_effect()
-            return _obstacle_in(standing, invocation) or self._replay(invocation, standing, command.now)
+            return _obstacle_in(standing, invocation) or self._replay(
+                invocation, standing, command.now)
 
         self._enter("handler")
         try:
@@ -3395,11 +3413,11 @@ class Dispatcher:
         except Refused as refusal:
             if refusal.code == "OUTCOME_UNKNOWN":
                 raise
-            budget.give_back_effect()
-            if self.ledger.release(operation):
-                return refusal
-            # The handler proved that nothing began; who stands there now, if anybody, is another.
-            other = self.ledger.find_standing(operation.scope, operation.matter)
+            # It proved that nothing began. Should the record say otherwise, the record is right.
+            is_released = self.ledger.release(operation)
+            other = None if is_released else self.ledger.find_standing(*operation[:2])
+            if other is None or other.attempt != operation.attempt:
+                budget.give_back_effect()
             return refusal if other is None else (
                 _obstacle_in(other, invocation) or self._replay(invocation, other, command.now))
 
@@ -3420,8 +3438,8 @@ class Dispatcher:
             return self._replay(invocation, standing, now)
         return self._succeed(invocation, delivery, evidence, operation.approval, now)
 
-    def _settle(self, invocation: Invocation, operation: Operation, now: int) -> Package | None:
-        """Answer a status query from the record or the downstream; `None` where the record changed."""
+    def _settle(self, invocation: Invocation, operation: Operation, now: int) -> Package:
+        """Answer a status query from the record or the downstream (invariant 7)."""
         if operation.state == "committed":
             return self._replay(invocation, operation, now)
         if not operation.is_open_to_query(now, self._lease_seconds):
@@ -3438,7 +3456,10 @@ class Dispatcher:
         if type(answer) is NoEffect:
             if self.ledger.release(operation):
                 raise Refused("NOT_EXECUTED")
-            return None
+            # Somebody else settled it meanwhile: answer by what stands now.
+            digest_asked = operation.command.request_sha256
+            operation = self._require_operation(invocation, operation.status_ref, digest_asked, now)
+            return self._settle(invocation, operation, now)
 
         evidence = self._require_receipt(invocation, operation, answer)
         standing = self.ledger.commit(operation, evidence, now)
@@ -4234,16 +4255,15 @@ class FixtureIOError(FixtureError):
     """A fixture file that cannot be read; its path is never repeated."""
 
 
-Places = list[tuple[str, JsonObject]]       # cases or steps, each with its JSON Pointer
-
-
-def _keep_well_shaped(path: str, items: list[JsonObject], misshapen: set[str]) -> Places:
-    """Return the items that the contract found nothing wrong with: only they can be read."""
+def _keep_well_shaped(
+    path: str, items: list[JsonObject], misshapen: set[str]
+) -> list[tuple[str, JsonObject]]:
+    """Return what the contract found sound, each with its pointer: only that can be read."""
     return [(where, item) for number, item in enumerate(items)
             if (where := f"{path}/{number}") not in misshapen]
 
 
-def _find_repeated(name: str, places: Places) -> list[Problem]:
+def _find_repeated(name: str, places: list[tuple[str, JsonObject]]) -> list[Problem]:
     """Report each place whose field `name` says what an earlier place's said."""
     said = [item[name] for _, item in places]
     return [Problem(f"{path}/{name}", "unique", "must not be repeated")
