@@ -43,7 +43,6 @@ from dataclasses import replace
 from random import Random
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 from unittest.mock import patch
 
 import tool_dispatcher as td
@@ -248,12 +247,11 @@ def fields_of(value: Any) -> dict[str, Any]:
 
 def look_alike(value: Any) -> Any:
     """A value that holds the same, but of a subclass, made past every constructor."""
-    kind, held = type(value), fields_of(value)
-    made: Any = type(kind.__name__, (kind,), {})
+    made: Any = type("LookAlike", (type(value),), {})
     if isinstance(value, tuple):
-        return made(**held)
+        return made(**fields_of(value))
     heir = made.__new__(made)
-    for name, member in held.items():
+    for name, member in fields_of(value).items():
         object.__setattr__(heir, name, member)
     return heir
 
@@ -273,8 +271,6 @@ class Trap(str):
 
 class Yes:
     """Equal to everything, and of no hash."""
-
-    __hash__ = None  # type: ignore[assignment]
 
     def __eq__(self, other: object) -> bool:
         return True
@@ -618,9 +614,9 @@ KEYWORD_ROWS: list[tuple[dict[str, Any], list[Any], list[Any], str]] = [
     ({"type": "string", "pattern": r"^\d+$"}, ["0123"], ["\u0663\u0664", "\uff11", "1\n"],
      "pattern"),
     ({"type": "string", "pattern": r"^\w+$"}, ["a_1"], ["\u00e9"], "pattern"),
-    ({"type": "string", "format": "identifier"}, ["!", "~", "a", "x" * 255],
+    (td.IDENTIFIER, ["!", "~", "a", "x" * 255],
      ["", " ", "a b", "a\n", "\x7f", "\x1b", "\u00e9", "x" * 256, "\0"], "format"),
-    ({"type": "string", "format": "utc-second"},
+    (td.UTC_SECOND,
      ["2026-02-28T23:59:59Z", "2024-02-29T00:00:00Z", "0001-01-01T00:00:00Z",
       "9999-12-31T23:59:59Z"],
      ["2026-02-30T00:00:00Z", "2025-02-29T00:00:00Z", "2026-13-01T00:00:00Z",
@@ -695,6 +691,8 @@ class Contracts(unittest.TestCase):
             for value in strange:
                 self.assertEqual(problems(schema, value), {("", "type")})
 
+        for named in (td.IDENTIFIER, td.UTC_SECOND):
+            self.assertEqual(problems(named, 1), {("", "type")})
         for value in ({1: 1}, {Trap("a"): 1}, {None: 1}, {Text("a"): 1}):   # no JSON object
             self.assertEqual(problems(OPTIONAL, value), {("", "type")})
 
@@ -1705,7 +1703,8 @@ class BoundCalls(unittest.TestCase):
                 self.assertEqual(world.ending(package), ("UNKNOWN_TOOL", "registry"))
                 audit = package["protected_audit"]
                 self.assertEqual(audit["redactions"], [] if kept else ["/name"])
-                self.assertEqual({*audit["tool_contract"].values()}, {"unregistered"})
+                labels = ("name", *fields_of(revisions()), "contract_sha256")
+                self.assertEqual(audit["tool_contract"], dict.fromkeys(labels, "unregistered"))
 
 
 # ===== 6. Tools ===================================================================================
@@ -3622,8 +3621,8 @@ class ResultTurn(unittest.TestCase):
 
 ASKED = ["host_context", "call_identity", "registry", "input", "authorization"]
 READS = [*ASKED, "business_state", "deadline", "handler", "output"]
-CLAIMS = [*ASKED, "idempotency", "business_state", "approval", "deadline", "claim"]
-WRITES = [*CLAIMS, "handler", "output"]
+WRITES = [*ASKED, "idempotency", "business_state", "approval", "deadline", "claim",
+          "handler", "output"]
 QUERIES = [*ASKED, "status_ref", "receipt", "output"]
 ANSWER = answer({"n": 1, "more": {}}, receipt_id="receipt-1")
 LATE = answer({"n": 1, "more": {"from": "receipt"}}, receipt_id="receipt-9")
@@ -4596,12 +4595,11 @@ class DispatcherIdempotency(unittest.TestCase):
         original = copy.deepcopy(first)
 
         kept["more"]["list"].append(2)                                      # type: ignore[index]
-        first["model_result"]["data"]["more"]["list"].clear()
-        first["protected_audit"].clear()
-        spoilt, replay = world.dispatch(call), world.dispatch(call)
-        spoilt["model_result"]["data"]["more"]["list"].clear()
-        for part in ("tool_contract", "provider_context", "approval"):
-            spoilt["protected_audit"][part].clear()
+        for spoilt in (first, world.dispatch(call)):
+            spoilt["model_result"]["data"]["more"]["list"].clear()
+            for part in ("tool_contract", "provider_context", "approval", "downstream"):
+                spoilt["protected_audit"][part].clear()
+        replay = world.dispatch(call)
         self.assertEqual(original["model_result"]["data"], {"n": 1, "more": {"list": [1]}})
         for pointer in ("/model_result/data", "/protected_audit/approval"):
             self.assertEqual(at(replay, pointer), at(original, pointer))
@@ -4667,6 +4665,7 @@ class DispatcherOutcome(unittest.TestCase):
                 self.assertEqual((ending, world.state(call)), ((proof, "handler"), "absent"))
         world.handler.does = world.act
         self.assertEqual(kind(world.dispatch(call, approvals=approvals)), FRESH)
+        self.assertEqual(len({command.attempt for command, in world.handler.calls}), 5)
 
     def test_what_is_no_exception_passes_on_and_leaves_a_write_unknown(self) -> None:
         for signal in SIGNALS:

@@ -83,7 +83,6 @@ import math
 import os
 import pathlib
 import re
-import secrets
 import sys
 import threading
 import unicodedata
@@ -660,13 +659,15 @@ def _type_names(schema: JsonObject) -> list[str]:
 
 def _compile(schema: JsonObject, is_forbidden: Forbids) -> Check:
     """Compile one node and all below it: a chain of its types, and what is none of them."""
-    names = _type_names(schema)
-    # Without a type, only the node's options can refuse what is no JSON at all.
+    names, options = _type_names(schema), [*schema.get("enum", ()), schema.get("const")]
+    # Without a type, the options say which types there are; without options, all is sound.
     mismatch: Sequence[Finding] = [
         ((), keyword, schema[keyword])
         for keyword in (["type"] if names else _OPTIONS) if keyword in schema]
 
-    kinds = {kind: None for name in names or _TYPES for kind in _TYPES[name]}
+    kinds = dict.fromkeys(
+        [kind for name in names for kind in _TYPES[name]] if names
+        else map(type, options) if mismatch else ())
     # Each type hands on what is none of its own.
     return functools.reduce(
         lambda otherwise, kind: _compile_kind(schema, kind, is_forbidden, otherwise),
@@ -698,14 +699,15 @@ class Contract:
     """
 
     def __init__(self, schema: Mapping[str, Any], is_forbidden: Forbids = None) -> None:
-        self._schema: Final[JsonObject] = plain_json({**schema})
+        self._text: Final = json.dumps(plain_json({**schema}))
+        self._schema: Final[JsonObject] = _decode_canonical(self._text)
         self._judge: Final = _compile(self._schema, is_forbidden)
         self.levels: Final = _declared_levels(self._schema)
 
     @property
     def schema(self) -> JsonObject:
         """A fresh copy of what is enforced."""
-        return plain_json(self._schema)  # type: ignore[no-any-return]
+        return _decode_canonical(self._text)  # type: ignore[no-any-return]
 
     def problems(self, value: object) -> list[Problem]:
         """Say what is wrong with a value, as `validate` does."""
@@ -3348,7 +3350,7 @@ class Dispatcher:
             invocation.principal, invocation.call.name, invocation.arguments(),
             context.operation_id, context.idempotency_key,
             invocation.request_sha256, invocation.status_ref, resource.revision, now, deadline,
-            attempt=secrets.token_hex(16) if invocation.tool.writes else None,
+            attempt=os.urandom(16).hex() if invocation.tool.writes else None,
         )
 
     def _run_handler(self, invocation: Invocation, command: Command, code: str) -> object:
