@@ -368,7 +368,7 @@ REFUSED_TEXTS: dict[str, list[Any]] = {
     "utf-8": [b"\xff\xfe{\x00}\x00", b'"\xc0\xaf"', b'"\xed\xa0\xbc"', b'"\xff"', b'"\xe2\x82'],
     "depth": [
         "[" * 33 + "]" * 33, '{"k":' * 33 + "1" + "}" * 33, '{"k":' * 10_000, "[" * 100_000,
-        '["a",' * 33, '{"a\\"":[' * 17, "[" * 33 + "NaN"],
+        '["a",' * 33, '{"a\\"":[' * 17, "[" * 33 + "NaN", "[" + "[]," * 50 + "[" * 32 + "]" * 33],
     "type": [None, 1, [], {}, bytearray(b"{}"), memoryview(b"{}"), Text("{}")],
 }
 ACCEPTED_TEXTS: list[tuple[str | bytes, Any]] = [
@@ -1012,7 +1012,8 @@ class SoundContracts(unittest.TestCase):
         self.assertIn("number", complaint({"const": math.nan}))
 
         for schema, words in rows:
-            for whole, place in [(schema, ""), (td.closed_object(deep=schema), "/properties/deep")]:
+            for whole, place in [(schema, ""), (td.closed_object(deep=schema), "/properties/deep"),
+                                 ({**ARRAY, "items": schema}, " /items")]:
                 said = complaint(whole)
                 self.assertEqual([word for word in [*words, place] if word not in said], [], said)
 
@@ -1966,6 +1967,8 @@ class Authors(unittest.TestCase):
                 error = package["model_result"]["error"]
                 self.assertEqual((error["code"], error["retry_after_ms"]), (name, shown))
                 self.assertEqual(td.validate_result(world.invocation(call), package), [])
+        taking = {name for name in td.ERROR_CATALOG if td.takes_retry_after(name)}
+        self.assertEqual(taking, {"RATE_LIMIT", "TIMEOUT_BEFORE_EXECUTE"})
 
     def test_only_a_handlers_genuine_proof_counts_and_any_other_exception_is_ordinary(self) -> None:
         forged = [td.NotStarted.__new__(td.NotStarted, *given)     # past its constructor
@@ -2574,7 +2577,7 @@ class ApprovalBinding(ApprovalCase):
     def test_the_mac_of_one_call_is_pinned(self) -> None:
         """Another document would silently void, or worse confuse, what authorities have signed."""
         self.assertEqual(self.world.approval(self.call).mac,
-                         "e08f164ab95d5397b61e22bd658e171d4597caeb45c97596549823d6cad4d21a")
+                         "b1697c6b3590382f8a1ab655b06e5fbbae65106ddfde4328ca9c8faffdc7c59a")
 
 
 class ApprovalTime(unittest.TestCase):
@@ -5010,6 +5013,17 @@ def then(evidence: Any, *meanwhile: tuple[str, int]) -> Callable[[EffectWorld, t
     return asks
 
 
+def is_given_up(world: EffectWorld, meanwhile: Any, ends: Any, stood: list[Any]) -> None:
+    """A handler that outlives its lease: others settle the operation before it ends."""
+    def handler(command: td.Command) -> object:
+        world.handler.does = world.act
+        meanwhile(world, command)
+        stood.append(world.operation(probe()))
+        return world.act(command) if ends is EffectWorld.act else Spy(ends)(command)
+
+    world.handler.does = handler
+
+
 class DispatcherLease(unittest.TestCase):
     """Invariants 6 and 7: what was given up heals by itself; on `MemoryLedger`, below on SQL."""
 
@@ -5069,7 +5083,7 @@ class DispatcherLease(unittest.TestCase):
         ):
             with self.subTest(name, ends=repr(ends)):
                 world, stood = EffectWorld(self.make()), list[Any]()
-                self.is_given_up(world, meanwhile, ends, stood)
+                is_given_up(world, meanwhile, ends, stood)
                 package = world.approved(probe())
                 self.assertEqual((kind(package), world.state(probe())), (ending, state))
                 if name.startswith("released, ") or meanwhile is received:
@@ -5077,16 +5091,6 @@ class DispatcherLease(unittest.TestCase):
                 if ending == REPLAY:
                     self.assertEqual(package["model_result"]["data"],
                                      LATE.data if meanwhile is received else ANSWER.data)
-
-    def is_given_up(self, world: EffectWorld, meanwhile: Any, ends: Any, stood: list[Any]) -> None:
-        """A handler that outlives its lease: others settle the operation before it ends."""
-        def handler(command: td.Command) -> object:
-            world.handler.does = world.act
-            meanwhile(world, command)
-            stood.append(world.operation(probe()))
-            return world.act(command) if ends is EffectWorld.act else Spy(ends)(command)
-
-        world.handler.does = handler
 
     def test_a_query_that_began_before_the_handler_ended_settles_nothing(self) -> None:
         for evidence, ending in (
@@ -5309,6 +5313,18 @@ class DispatcherBudget(unittest.TestCase):
                 world.handler.does = world.act
                 ending = self.ends(world, probe(2, key="key-2"), budget)
                 self.assertEqual(ending, "OK" if left else "claim")
+
+    def test_where_others_were_quicker_than_its_proof_the_record_says_whether_it_acted(self) -> None:
+        proof = td.NotStarted("RATE_LIMIT")
+        for meanwhile, ending, next_one in (
+            (then(receipt_of), "OK", "claim"),
+            (then(td.NoEffect(), ("left_open", 1)), "OUTCOME_UNKNOWN", "OK"),
+        ):
+            with self.subTest(ending):
+                world, budget, stood = EffectWorld(), budget_of(effects=1), list[Any]()
+                is_given_up(world, meanwhile, proof, stood)
+                self.assertEqual(self.ends(world, probe(), budget), ending)
+                self.assertEqual(self.ends(world, probe(2, key="key-2"), budget), next_one)
 
     def test_32_threads_never_pass_a_bound(self) -> None:
         alike = [probe(key=f"key-{n}") for n in range(32)]

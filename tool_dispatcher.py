@@ -339,18 +339,20 @@ def canonical_json(value: Any) -> str:
 
 
 def _copied_object(value: dict[Any, Any], levels: int, purse: list[int]) -> JsonObject:
-    copy = {}
+    copy, cost = {}, 0
     for name, item in tuple(value.items()):
         if type(name) is not str:
             raise JsonError("key")
-        if not name.isascii() and _require_encodable(name) and max(name) > "\uffff":
-            raise JsonError("key")  # beyond the Basic Multilingual Plane UTF-16 sorts otherwise
         is_plain = type(item) is str and item.isascii()  # as most are: they cost no call
-        purse[0] -= len(name) + (len(item) if is_plain else 0)
+        cost += len(item) if is_plain else 0
         copy[name] = item if is_plain else _copied(item, levels, purse)
 
+    names = "".join(copy)
+    purse[0] -= cost + len(names)
     if purse[0] < 0:
         raise JsonError("budget", limit=MAX_BUDGET)
+    if not names.isascii() and _require_encodable(names) and max(names) > "\uffff":
+        raise JsonError("key")  # beyond the Basic Multilingual Plane UTF-16 sorts otherwise
     return copy
 
 
@@ -1845,12 +1847,12 @@ def _registered(spec: ToolSpec) -> ToolSpec:
     }
     arguments, data = (contract.schema for contract in contracts.values())
 
-    # What is compared must always be there. Lists, for a name may be anything, also unhashable.
-    always_given, always_told = [*arguments.get("required", ())], [*data.get("required", ())]
+    # What is compared must always be there.
+    always_given, always_told = arguments.get("required", ()), data.get("required", ())
     _require_author(
         spec.name,
         (arguments.get("type") == data.get("type") == "object", "arguments and data are objects"),
-        *((name in always_told and argument in always_given,
+        *((type(name) is type(argument) is str and name in always_told and argument in always_given,
            "an echo maps a required output field to a required argument")
           for name, argument in spec.echoes.items()),
     )
@@ -2017,19 +2019,20 @@ class Invocation:
         })
 
     @property
-    def identity_sha256(self) -> str:
+    def identity(self) -> str:
         """The provider's call identity: the same ids under another principal are another call."""
         context = self.call.context
-        return _sha256(" ".join((
-            "call-identity", *self.scope[:2], context.profile.provider,
-            context.profile.api_family, context.response_id, context.call_id)))
+        return " ".join((
+            "call-identity", self.principal.tenant_id, self.principal.subject_id,
+            context.profile.provider, context.profile.api_family,
+            context.response_id, context.call_id))
 
-    def fingerprint_sha256(self, purpose: str) -> str:
+    def fingerprint(self, purpose: str) -> str:
         """What one call identity stands for, for good: one request, operation, key, purpose."""
         context = self.call.context
-        return _sha256(" ".join((
+        return " ".join((
             "call-fingerprint", context.operation_id, context.idempotency_key or "", purpose,
-            self.request_sha256, context.profile.adapter_revision)))
+            self.request_sha256, context.profile.adapter_revision))
 
     @property
     def scope(self) -> Scope:
@@ -2198,7 +2201,7 @@ class ApprovalAuthority:
         """
         revision = resource.revision if isinstance(resource, Resource) else ""
         signed = " ".join(map(str, (
-            "approval", invocation.identity_sha256, invocation.fingerprint_sha256("dispatch"),
+            "approval", invocation.identity, invocation.fingerprint("dispatch"),
             *invocation.contract.values(), revision, *approval.public().values())))
         return hmac.digest(self._key, signed.encode("utf-8", "surrogatepass"), "sha256").hex()
 
@@ -2552,11 +2555,13 @@ def _compare(
     """
     for name, value in expected.items():
         other = actual.get(name, _ABSENT)
+        if value is other:  # as most texts are: the same object is equal
+            continue
         if type(value) is dict and type(other) is dict:
             _compare(value, other, (*path, name), found)
         elif other is _ABSENT:
             found.append(Problem(pointer((*path, name)), "missing", "must be present"))
-        elif value is not other and not same_json(value, other):  # the same object is equal
+        elif not same_json(value, other):
             message = "must be what trusted context leads to"
             found.append(Problem(pointer((*path, name)), "rebuilt", message))
 
@@ -3245,8 +3250,8 @@ class Dispatcher:
     def _require_identity(self, invocation: Invocation, purpose: str, now: int) -> None:
         """One provider call identity means one request and one purpose, for good (invariant 3)."""
         self._enter("call_identity")
-        fingerprint = invocation.fingerprint_sha256(purpose)
-        if not self.ledger.bind_call(invocation.identity_sha256, fingerprint, now):
+        identity, fingerprint = _sha256(invocation.identity), invocation.fingerprint(purpose)
+        if not self.ledger.bind_call(identity, _sha256(fingerprint), now):
             raise Refused("CALL_ID_CONFLICT")
 
     def _require_budget(self, invocation: Invocation, budget: RunBudget | None) -> None:
@@ -3254,7 +3259,7 @@ class Dispatcher:
         if budget is None:
             return
         self._enter("budget")
-        if not budget.take_call(invocation.identity_sha256, invocation.request_sha256):
+        if not budget.take_call(invocation.identity, invocation.request_sha256):
             raise Refused("BUDGET_EXHAUSTED")
 
     def _require_input(self, invocation: Invocation) -> None:
