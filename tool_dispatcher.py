@@ -44,17 +44,23 @@ Glossary, in the order the words appear:
     principal         who asks: tenant, subject and roles, from the host's own session
     contract          a JSON Schema document limited to keywords that this module enforces
     gate              one check that either returns a fact or refuses with a catalog code
+    operation id      the host's name for the task that a call belongs to; the key protects, not
+                      this
     idempotency key   the host's name for one business operation; a retry repeats it, a new intent
                       never does
+    revision          the version of one part of a tool or of a resource, a label
+    fence             what a downstream does so that one attempt is refused if it arrives late
     scope             tenant, subject, tool and idempotency key: at most one effect happens in it
     matter            tenant, subject, tool and arguments: one wish, under whatever key
     intent            request, profile and tool contract: what a replay must share with its original
     approval          a human's signed consent to one exact call in one exact resource state
     consent           whose approval a write needs: another's, the subject's own, or none
+    operation         one attempt at one effect as the ledger records it
     claim             the ledger's record, made before the handler runs, that an attempt has begun
     attempt           the random name of one claim; only the attempt that stands can be settled
     lease             how long a claim is presumed alive; after it a status query may ask
     outcome           what is known of the effect: not_started, committed or unknown
+    evidence          what a downstream answered, once it has passed its contract
     delivery          the evidence behind a success: fresh, local_replay or receipt_reconciled
     receipt           what a downstream remembers about an effect, found by its status reference
     fault             what a package must not tell: an author's exception, or why an answer was
@@ -65,7 +71,7 @@ Glossary, in the order the words appear:
     assertion         what a package says of itself that trusted context cannot supply
 
 Read on from top to bottom, in the order in which data travels: every name is defined before it is
-used, but where two functions call each other.
+used, but where two things need each other.
 """
 
 from __future__ import annotations
@@ -87,7 +93,7 @@ import sys
 import threading
 import unicodedata
 import warnings
-from collections import namedtuple
+from collections import Counter, namedtuple
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from datetime import datetime, timedelta
@@ -103,7 +109,7 @@ __version__ = "2.0.0"
 # Every bound is applied before work is done in proportion to what it bounds.
 
 MAX_LEVELS: Final = 32                  # nesting of any JSON: enough for tools, little to recurse
-MAX_BUDGET: Final = 131_072             # values plus characters that one untrusted value may cost
+MAX_COST: Final = 131_072             # values plus characters that one untrusted value may cost
 MAX_SAFE_INTEGER: Final = 2**53 - 1     # the largest integer that every JSON reader reads alike
 MAX_ARGUMENT_BYTES: Final = 65_536      # canonical UTF-8 of a call's arguments
 MAX_FIXTURE_BYTES: Final = 65_536
@@ -115,7 +121,7 @@ MAX_ROLES: Final = 32
 MAX_APPROVALS: Final = 16               # looked at in one dispatch; each costs one HMAC
 MAX_APPROVAL_SECONDS: Final = 86_400    # consent is for now: an approval may not be stockpiled
 MAX_RETRY_AFTER_MS: Final = 86_400_000
-MAX_TURNS: Final = 8                    # of one transition whose row comes and goes
+MAX_TRIES: Final = 8                    # of one transition whose row comes and goes
 MAX_CALLS: Final = 128                  # in one provider response
 MAX_INSTANT: Final = 253_402_300_799    # 9999-12-31T23:59:59Z in seconds since the epoch
 MAX_PRINTED_PROBLEMS: Final = 20
@@ -303,9 +309,26 @@ _ENCODER = json.JSONEncoder(
     ensure_ascii=False, allow_nan=False, sort_keys=True, separators=(",", ":"),
     check_circular=False,  # portable JSON has no cycles
 )
+
+
+def _made_once() -> Callable[[Any], str]:
+    """Return what `_ENCODER.encode` does, without the encoder in C that it makes for every call.
+
+    That is half of what a short text costs. Where Python has none, the documented way serves.
+    """
+    make = getattr(json.encoder, "c_make_encoder", None)
+    if make is None:
+        return _ENCODER.encode
+    encoder = make(
+        None, _ENCODER.default, json.encoder.encode_basestring, None,
+        _ENCODER.key_separator, _ENCODER.item_separator, True, False, False)
+    return lambda value: "".join(encoder(value, 0))
+
+
+_encode: Final = _made_once()
 # Python writes fractions nearer to zero than 0.0001 with a padded exponent. A text inside quotes
 # is matched whole, so that nothing in it is taken for a number.
-_PADDED = re.compile(r"e-\d\d(?<=\de-\d\d)")     # searched from its letters on: digits are many
+_PADDED = re.compile(r"e-\d\d(?<=\de-\d\d)")     # from `e-` on, which is rare; digits are not
 _PADDED_OR_TEXT = re.compile(r'"(?:[^"\\]|\\.)*"|(\d)(?:\.(\d+))?e-(\d+)')
 
 
@@ -330,7 +353,7 @@ def canonical_json(value: Any) -> str:
     '{"a":"é","b":[1,true,1e-7]}'
     """
     try:
-        text = _ENCODER.encode(value)
+        text = _encode(value)
     except (TypeError, RecursionError):
         raise JsonError("type") from None
     except ValueError:
@@ -339,18 +362,21 @@ def canonical_json(value: Any) -> str:
 
 
 def _copied_object(value: dict[Any, Any], levels: int, purse: list[int]) -> JsonObject:
-    copy, cost = {}, 0
+    copy: JsonObject = {}
+    cost = 0
     for name, item in tuple(value.items()):
         if type(name) is not str:
             raise JsonError("key")
-        is_plain = type(item) is str and item.isascii()  # as most are: they cost no call
-        cost += len(item) if is_plain else 0
-        copy[name] = item if is_plain else _copied(item, levels, purse)
+        if type(item) is str and item.isascii():  # as most are: they cost no call
+            cost += len(item)
+            copy[name] = item
+        else:
+            copy[name] = None if item is None else _copied(item, levels, purse)
 
     names = "".join(copy)
     purse[0] -= cost + len(names)
     if purse[0] < 0:
-        raise JsonError("budget", limit=MAX_BUDGET)
+        raise JsonError("budget", limit=MAX_COST)
     if not names.isascii() and _require_encodable(names) and max(names) > "\uffff":
         raise JsonError("key")  # beyond the Basic Multilingual Plane UTF-16 sorts otherwise
     return copy
@@ -363,7 +389,7 @@ def _copied(value: Any, levels: int, purse: list[int]) -> Any:
         # Texts pay for characters, containers for members, before one of them is looked at.
         purse[0] -= len(value)
         if purse[0] < 0:
-            raise JsonError("budget", limit=MAX_BUDGET)
+            raise JsonError("budget", limit=MAX_COST)
         if kind is str:
             if not value.isascii():
                 _require_encodable(value)
@@ -387,7 +413,7 @@ def plain_json(value: object) -> Any:
     """Copy an arbitrary Python value into exact JSON types: the only way in for the untrusted.
 
     Types are compared exactly, so no method of the value's own ever runs. Each value and each
-    character costs one of `MAX_BUDGET`, so aliased and cyclic structures end quickly. A container
+    character costs one of `MAX_COST`, so aliased and cyclic structures end quickly. A container
     is copied from a snapshot, a tuple, because whoever kept it may be changing it in another
     thread. Raises `JsonError` with the reason `type`, `number`, `surrogate`, `key`, `depth` or
     `budget`.
@@ -395,7 +421,7 @@ def plain_json(value: object) -> Any:
     >>> plain_json({"amount": 900.0, "lines": [True, None]})
     {'amount': 900, 'lines': [True, None]}
     """
-    return _copied(value, MAX_LEVELS, [MAX_BUDGET - 1])
+    return _copied(value, MAX_LEVELS, [MAX_COST - 1])  # the value itself costs one
 
 
 def decode_json(raw: bytes | str, *, max_bytes: int) -> Any:
@@ -633,8 +659,14 @@ def _compile_kind(schema: JsonObject, kind: type, is_forbidden: Forbids, otherwi
               unbounded or keyword.endswith(("Length", "Items")))
              for keyword, make in _KEYWORDS.get(kind, _OPTIONS).items() if keyword in schema]
 
+    # Types by identity: a metaclass could bring an equality of its own.
+    if inside is None and len(rules) == 1:  # most nodes have just one thing to judge
+        (only_holds, only_finding, _), = rules
+        return lambda value: otherwise(value) if type(value) is not kind else (
+            () if only_holds(value) else (only_finding,))
+
     def judge(value: Any) -> Sequence[Finding]:
-        if type(value) is not kind:  # identity: a metaclass could bring an equality of its own
+        if type(value) is not kind:
             return otherwise(value)
         found: tuple[Finding, ...] = ()
         for holds, finding, is_last in rules:
@@ -695,16 +727,24 @@ def _problem(path: Tokens, rule: str, limit: Any) -> Problem:
 
 
 class Contract:
-    """A contract, compiled once from a private copy: changing the schema later changes nothing.
+    """A contract over a private copy of its schema: changing the schema later changes nothing.
 
-    `levels` is how deep a value of it can be, infinity where something is left open.
+    It is compiled once, when it is first asked.
     """
 
     def __init__(self, schema: Mapping[str, Any], is_forbidden: Forbids = None) -> None:
         self._text: Final = json.dumps(plain_json({**schema}))
         self._schema: Final[JsonObject] = _decode_canonical(self._text)
-        self._judge: Final = _compile(self._schema, is_forbidden)
-        self.levels: Final = _declared_levels(self._schema)
+        self._is_forbidden: Final = is_forbidden
+
+    @cached_property
+    def _judge(self) -> Check:
+        return _compile(self._schema, self._is_forbidden)
+
+    @cached_property
+    def levels(self) -> float:
+        """How deep a value of it can be; infinity where something is left open."""
+        return _declared_levels(self._schema)
 
     @property
     def schema(self) -> JsonObject:
@@ -783,27 +823,31 @@ _FORBIDDEN_NAMES: Final[dict[str, set[str]]] = {
         "secret", "clientsecret", "password", "passwd", "passphrase", "passcode", "pwd", "cookie",
         "credential", "privatekey", "accesskey", "sessionid", "jwt", "bearer", "otp"},
 }
-_BETWEEN_WORDS = re.compile(r"[\W\d_]+|(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
+# The last capital of several belongs to what follows (`APIKey`), or to the others (`TOKENvalue`).
+_HUMPS: Final = (r"(?<=[A-Z])(?=[A-Z][a-z])", r"(?<=[A-Z][A-Z])(?=[a-z])")
 
 
-def _words_of(name: str) -> list[str]:
-    """Split a name at separators, digits and humps, its accents and invisible characters gone.
+def _words_of(name: str) -> list[list[str]]:
+    """Split a name at separators, digits and humps, in both ways to read a hump.
 
-    >>> _words_of("userAPIKey2"), _words_of("se\\u200bcr\\u00e9t_IDs")
+    >>> _words_of("userAPIKey2")[0], _words_of("se\\u200bcr\\u00e9t_IDs")[0]
     (['user', 'api', 'key'], ['secret', 'i', 'ds'])
     """
-    seen = [character for character in unicodedata.normalize("NFKD", name)
-            if unicodedata.category(character) not in ("Mn", "Mc", "Me", "Cf")
-            and character not in "\u115f\u1160"]   # fillers: letters to Unicode, nothing to the eye
+    seen = name if name.isascii() else "".join(
+        character for character in unicodedata.normalize("NFKD", name)
+        if unicodedata.category(character) not in ("Mn", "Mc", "Me", "Cf")
+        and character not in "\u115f\u1160")       # fillers: letters to Unicode, nothing to the eye
     # Case folds last: before, it would have levelled the humps.
-    return [word.casefold() for word in _BETWEEN_WORDS.split("".join(seen)) if word]
+    return [[word.casefold() for word in re.split(
+        r"[\W\d_]+|(?<=[a-z])(?=[A-Z])|" + hump, seen) if word] for hump in _HUMPS]
 
 
 @functools.lru_cache(maxsize=1024)
 def _spells_forbidden(name: str, role: str) -> bool:
-    words = _words_of(name)
-    spelt = {"".join(words), *(     # the whole, as in `t.o.k.e.n`, and up to three neighbours
-        "".join(words[at:at + many]) for at in range(len(words)) for many in (1, 2, 3))}
+    # Up to three neighbours, and the whole, as in `t.o.k.e.n`.
+    spelt = {"".join(words[at:many and at + many])
+             for words in _words_of(name) for at in range(len(words)) for many in (1, 2, 3, None)
+             if many or not at}
     # `tokens` is a count where it stands alone (`total_tokens`), not in `access_tokens`.
     spelt.update([word.removesuffix("s") for word in spelt if word != "tokens"])
     return not spelt.isdisjoint(_FORBIDDEN_NAMES[role])
@@ -843,15 +887,15 @@ def _compiles(pattern: str) -> bool:
 def _repeats_a_repetition(syntax: str) -> bool:
     """Tell whether a repeated group holds a repetition, so that it may take exponential time.
 
-    Groups are folded from the inside out: to a bar where they hold a repetition, for the syntax has
-    no other bar, else to a dot.
+    So it may where the group holds something optional, as in `(\\d\\d?)*`. Groups are folded from
+    the inside out: to a bar where they hold either, for the syntax has no other bar, else to a dot.
 
     >>> _repeats_a_repetition("^((a+)?b)*$")    # which becomes ^(|?b)*$ and then ^|*$
     True
     """
     while _INNERMOST.search(syntax):
         syntax = _INNERMOST.sub(
-            lambda group: "|" if re.search(rf"\||{_REPETITION}", group[0]) else ".", syntax)
+            lambda group: "|" if re.search(rf"\||{_REPETITION}|[^(]\?", group[0]) else ".", syntax)
         if re.search(rf"\|{_REPETITION}", syntax):
             return True
     return False
@@ -862,7 +906,7 @@ def is_sound_pattern(pattern: str) -> bool:
 
     It holds no alternation, because `^a|b$` is open on two sides (a literal bar is `[|]`), no
     inline flag, and no repeated group (`*`, `+`, `{n}`; `?` repeats nothing) that holds a
-    repetition. Quadratic patterns pass: `maxLength` is what bounds them.
+    repetition or something optional. What takes polynomial time passes: keep `maxLength` small.
 
     >>> [is_sound_pattern(pattern) for pattern in ("^([a-z]+-)?[0-9]+$", "^(a+)+$", "^a|b$")]
     [True, False, False]
@@ -932,6 +976,7 @@ def _complaints_of(schema: JsonObject, role: str, exempt: tuple[str, ...]) -> It
         *((True, f"required names {name!r}, which is no property")
           for name in sorted({*required} - {*properties})),
         (len({*required}) < len(required), "required names a property twice"),
+        (len(types) < len(_type_names(schema)), "type names a type twice"),
         *((True, f"no {role} may declare the name {name!r}; exempt_names=({name!r},) frees it")
           for name in sorted(borne) if is_forbidden_name(name, role, exempt)),
     ) if is_broken)
@@ -1036,6 +1081,16 @@ def _types_of(contract: JsonObject) -> list[str]:
     return _type_names(contract) or sorted({*map(type_name, _options_of(contract))})
 
 
+# What a keyword may say, before it is rewritten.
+_SHAPES: Final = {name: Contract(schema) for name, schema in {
+    "anything": {}, "boolean": {"type": "boolean"}, "text": {"type": "string"},
+    "reference": {"type": "string", "pattern": "#(/.*)?"},
+    "types": _SCHEMA_KEYWORDS["type"], "options": _SCHEMA_KEYWORDS["enum"],
+    "names": _SCHEMA_KEYWORDS["required"], "count": _SCHEMA_KEYWORDS["minLength"],
+    "number": _SCHEMA_KEYWORDS["minimum"], "openness": {"enum": [True, False, {}]},
+}.items()}
+
+
 class _Adapter:
     """One run of `adapt_schema`: the rewritings of the table below, and what they share.
 
@@ -1045,7 +1100,7 @@ class _Adapter:
 
     def __init__(self, document: object, **caps: int) -> None:
         self.document, self.caps = document, caps
-        self.purse = [MAX_BUDGET - 1]           # as `plain_json` charges: what is made will pass it
+        self.purse = [MAX_COST - 1]           # as `plain_json` charges: what is made will pass it
         self.changes: dict[Problem, str] = {}   # in order, each once
 
     def plain(self, value: object, at: _Place, shape: str) -> Any:
@@ -1055,7 +1110,8 @@ class _Adapter:
         except JsonError as error:
             at.refuse(str(error))
         for problem in _SHAPES[shape].problems(copy):
-            at.refuse(problem.message)
+            at.refuse("a free-form map: list its properties" if shape == "openness" else
+                      problem.message)
         return copy
 
     def members(self, given: object, at: _Place) -> JsonObject:
@@ -1140,13 +1196,16 @@ class _Adapter:
         tokens = tokens_of(unquote(value[1:]))  # RFC 6901, section 6: percent signs first, then ~
         found = self.document
         for token in tokens:
-            pairs = [*found.items()] if type(found) is dict else (
-                [(str(index), item) for index, item in enumerate(found)]
-                if type(found) is list else [])
-            self.plain([""] * (len(pairs) // 16), at, "names")  # looking is cheap, but not free
+            if type(found) is list:
+                index = int(token) if re.fullmatch("[0-9]{1,9}", token) else len(found)
+                found = found[index] if index < len(found) else None
+                continue
+            members = found if type(found) is dict else {}
+            # Looking costs a sixteenth of a name.
+            self.plain([""] * min(len(members) // 16, MAX_COST), at, "names")
             # Compared, not looked up: a stranger's name could bring a hash of its own.
-            found = next(
-                (inner for name, inner in pairs if type(name) is str and name == token), None)
+            found = next((inner for name, inner in members.items()
+                          if type(name) is str and name == token), None)
 
         if found is None or tokens in at.inlining:
             at.refuse("leads nowhere" if found is None else
@@ -1178,10 +1237,13 @@ class _Adapter:
                       "enum": self.plain([*itertools.chain(*options)], at, "options")}
             parts = [*map(canonical_json, united["enum"])]
         else:
-            united["type"] = [name for branch in branches for name in _types_of(branch)]
+            # A branch of options has the types of those: null among them may come with others.
+            united["type"] = [
+                name for branch, own in zip(branches, options, strict=True)
+                for name in (sorted({*map(type_name, own)}) if own else _types_of(branch))]
             parts = [name.replace("integer", "number") for name in united["type"]]
         if len({*parts}) < len(parts) or ("type" in united and any(map(_options_of, others))):
-            at.refuse("overlaps: each type, or else each option, may stand in one of its schemas")
+            at.refuse("its schemas overlap: give each types of its own, or only options")
         return united
 
     def keep(self, keyword: str, value: Any, at: _Place, contract: JsonObject) -> JsonObject:
@@ -1221,14 +1283,6 @@ class _Adapter:
 
 
 # What a value is held against once it is copied.
-_SHAPES: Final = {name: Contract(schema) for name, schema in {
-    "anything": {}, "boolean": {"type": "boolean"}, "text": {"type": "string"},
-    "reference": {"type": "string", "pattern": "#(/.*)?"},
-    "types": _SCHEMA_KEYWORDS["type"], "options": _SCHEMA_KEYWORDS["enum"],
-    "names": _SCHEMA_KEYWORDS["required"], "count": _SCHEMA_KEYWORDS["minLength"],
-    "number": _SCHEMA_KEYWORDS["minimum"], "openness": {"enum": [True, False, {}]},
-}.items()}
-
 # What becomes of each keyword, in the order of rewriting: the types it speaks of (none: of every
 # type), the shape of what it says (none: the rewriting sees to that), and what rewrites it.
 # Annotations are dropped; any other keyword is refused.
@@ -1392,7 +1446,10 @@ class Refused(Exception):
         self.gate = gate
         self.problems = tuple(problems)
         self.error: Exception | None = None
-        self.is_foreign = False  # set where somebody other than a gate raised it
+
+
+class _Stop(Refused):
+    """What gates raise, and nobody else: a `Refused` of an observer or a ledger is no refusal."""
 
 
 # ===== 5. Who asks and what was proposed ==========================================================
@@ -1412,12 +1469,12 @@ def _require_host(holds: bool, field: str, rule: str) -> None:
         raise HostContextError(f"{field} must be {rule}")
 
 
-_IDENTIFIER_RULE = "1 to 255 printable ASCII characters without space"
 
 
 def _require_identifiers(**fields: object) -> None:
     for name, value in fields.items():
-        _require_host(is_identifier(value), name, _IDENTIFIER_RULE)
+        if not is_identifier(value):
+            _require_host(False, name, "1 to 255 printable ASCII characters without space")
 
 
 def _require_instants(**fields: object) -> None:
@@ -1593,6 +1650,12 @@ class Resource(NamedTuple):
     permits: bool
 
 
+def is_resource(answer: object) -> TypeGuard[Resource]:
+    """Tell whether an author's answer grants access: exactly a `Resource`, well typed."""
+    return type(answer) is Resource and (
+        is_identifier(answer.revision) and type(answer.permits) is bool)
+
+
 class Command(NamedTuple):
     """The one immutable order that a handler gets.
 
@@ -1674,35 +1737,36 @@ def ask_author(refusal: Callable[[], Refused], function: Callable[..., T], *argu
     """Run an author's callable, and nothing else inside the `try`; where it raises, `refusal()` is.
 
     The exception goes along with the refusal, for the host's eyes. An answer that is still to be
-    awaited or iterated is closed and counts as raised: nothing of it has happened.
+    awaited or iterated is closed or cancelled, and counts as raised.
     """
     try:
         answer = function(*arguments)
         if hasattr(answer, "__await__") or hasattr(answer, "__next__") or hasattr(
                 answer, "__anext__"):
-            getattr(answer, "close", bool)()
+            getattr(answer, "close", getattr(answer, "cancel", bool))()
             raise TypeError("the answer is a coroutine or a generator")
         return answer
     except Exception as error:
-        raised = refusal()
+        raised = refusal()  # made only where it is needed, which is seldom
         raised.error = error
-    raise raised
+    raise raised  # out here, so that the author's exception does not travel on as its context
 
 
 def _proof_in(error: Exception | None) -> Refused | None:
     """Return what a genuine `NotStarted` proves; any other exception, `Refused` too, is none."""
     if type(error) is not NotStarted:
         return None
-    code, retry_after_ms = (*error.args, None, None)[:2]  # whoever raised it may have changed them
+    # `args` may have been changed or emptied since: padded, then judged.
+    code, retry_after_ms = (*error.args, None, None)[:2]
     if type(code) is not str or code not in NotStarted.CODES:
         return None
     if not (takes_retry_after(code) and is_within(retry_after_ms, 1, MAX_RETRY_AFTER_MS)):
         retry_after_ms = None
-    return Refused(code, retry_after_ms=retry_after_ms)
+    return _Stop(code, retry_after_ms=retry_after_ms)
 
 
 @functools.lru_cache(maxsize=64)
-def envelope_contract(writes: bool, producer: str) -> Contract:
+def result_contract(writes: bool, producer: str) -> Contract:
     """Return the contract of all that stands around the data in a tool's `HandlerResult`."""
     reference = IDENTIFIER if writes else nullable(IDENTIFIER)
     return Contract(open_object(
@@ -1761,8 +1825,8 @@ class ToolSpec:
             raise ContractError(f"tool {self.name}, {role}: {error}") from None
 
     @cached_property
-    def contract(self) -> JsonObject:
-        """The tool contract as an audit shows it; its digest follows whatever is enforced."""
+    def labels(self) -> JsonObject:
+        """What an audit shows of the tool: labels, and a digest that follows what is enforced."""
         contract_sha256 = digest({
             "kind": "tool-contract", "name": self.name, "risk": self.risk, "consent": self.consent,
             "exempt_names": [*self.exempt_names], "echoes": dict(self.echoes),
@@ -1774,7 +1838,7 @@ class ToolSpec:
 
 
 _REVISION_NAMES: Final = tuple(Revisions.__dataclass_fields__)
-_UNREGISTERED_CONTRACT: Final = dict.fromkeys(  # what an audit shows of a tool that does not exist
+_UNREGISTERED_LABELS: Final = dict.fromkeys(  # what an audit shows of a tool that does not exist
     ("name", *_REVISION_NAMES, "contract_sha256"), "unregistered")
 _DESCRIPTION: Final[dict[str, JsonObject]] = {
     "name": {"type": "string", "maxLength": 64, "pattern": r"^[A-Za-z][A-Za-z0-9_-]*$"},
@@ -1845,19 +1909,20 @@ def _registered(spec: ToolSpec) -> ToolSpec:
         "input_contract": spec._compile("input", spec.input_schema),
         "output_contract": spec._compile("output", spec.output_schema),
     }
-    arguments, data = (contract.schema for contract in contracts.values())
+    input_schema, output_schema = (contract.schema for contract in contracts.values())
 
     # What is compared must always be there.
-    always_given, always_told = arguments.get("required", ()), data.get("required", ())
+    given, told = input_schema.get("required", ()), output_schema.get("required", ())
     _require_author(
         spec.name,
-        (arguments.get("type") == data.get("type") == "object", "arguments and data are objects"),
-        *((type(name) is type(argument) is str and name in always_told and argument in always_given,
-           "an echo maps a required output field to a required argument")
+        (input_schema.get("type") == output_schema.get("type") == "object",
+         "arguments and data are objects"),
+        *((type(name) is type(argument) is str and name in told and argument in given,
+           f"echo {name!r}: {argument!r} must map a required output field to a required argument")
           for name, argument in spec.echoes.items()),
     )
-    echoes = MappingProxyType(dict(spec.echoes))
-    copy = replace(spec, echoes=echoes, input_schema=arguments, output_schema=data)
+    copy = replace(spec, echoes=MappingProxyType(dict(spec.echoes)),
+                   input_schema=input_schema, output_schema=output_schema)
     vars(copy).update(contracts)  # where `cached_property` keeps what it would compute again
     return copy
 
@@ -1877,7 +1942,7 @@ class Registry:
                 spec.name, (plain not in tools, "another has this name, but for case, - and _"))
             tools[plain] = spec
         # The labels are computed here, with their digest, while nobody else can hold the copies.
-        self._tools: Final = {spec.contract["name"]: spec for spec in tools.values()}
+        self._tools: Final = {spec.labels["name"]: spec for spec in tools.values()}
 
     def __iter__(self) -> Iterator[ToolSpec]:
         """Yield copies: what is done to their schemas changes nothing that is enforced or shown."""
@@ -1922,8 +1987,8 @@ def _ask_rules(spec: ToolSpec, arguments: JsonObject) -> Verdict:
     if spec.rules is None:
         return _GOOD
     try:
-        answer = ask_author(lambda: Refused("TOOL_ERROR"), spec.rules, arguments)
-    except Refused as refusal:
+        answer = ask_author(lambda: _Stop("TOOL_ERROR"), spec.rules, arguments)
+    except _Stop as refusal:
         return Verdict(refusal.code, error=refusal.error)
 
     # Declared paths and plain words: so no problem holds text of the model's own.
@@ -1931,7 +1996,8 @@ def _ask_rules(spec: ToolSpec, arguments: JsonObject) -> Verdict:
             type(problem) is Problem and type(problem.path) is str and type(problem.rule) is str
             and re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]{0,63}", problem.rule)
             and spec.input_contract.declares(problem.path) for problem in answer):
-        wrong = Problem("", "rules", "must answer a list of Problem at declared paths")
+        wrong = Problem("", "rules", "must answer a list of Problem, each with the pointer of a"
+                        " declared field and a rule of letters, digits, - and _")
         return Verdict("TOOL_ERROR", (wrong,))
     return Verdict("INVALID_ARGUMENTS" if answer else "OK", tuple(answer))
 
@@ -1959,22 +2025,17 @@ class Invocation:
     def tool(self) -> ToolSpec:
         """The registered tool; `Refused` with UNKNOWN_TOOL where there is none (invariant 1)."""
         if self.spec is None:
-            raise Refused("UNKNOWN_TOOL")
+            raise _Stop("UNKNOWN_TOOL")
         return self.spec
 
     @property
-    def contract(self) -> JsonObject:
-        """The tool contract's labels and digest, all `unregistered` for an unknown tool."""
-        return self.spec.contract if self.spec else _UNREGISTERED_CONTRACT
+    def labels(self) -> JsonObject:
+        """The tool's labels and its contract's digest, all `unregistered` for an unknown tool."""
+        return self.spec.labels if self.spec else _UNREGISTERED_LABELS
 
     def arguments(self) -> Any:
         """Decode a fresh copy of the arguments: one for each of the tool author's callables."""
         return _decode_canonical(str(self.call.arguments))
-
-    @cached_property
-    def checked_arguments(self) -> Any:
-        """The copy that only the dispatcher looks at."""
-        return self.arguments()
 
     @property
     def verdict(self) -> Verdict:
@@ -1994,7 +2055,7 @@ class Invocation:
         if isinstance(self.call.arguments, Malformed):
             reason = Problem("", self.call.arguments.reason, "could not be read")
             return Verdict("INVALID_ARGUMENTS", (reason,))
-        problems = self.spec.input_contract.problems(self.checked_arguments)
+        problems = self.spec.input_contract.problems(self.arguments())
         if problems:
             return Verdict("INVALID_ARGUMENTS", tuple(problems))
         return _ask_rules(self.spec, self.arguments())
@@ -2008,14 +2069,14 @@ class Invocation:
     @cached_property
     def request_sha256(self) -> str:
         """Bind the business intent: who wants which tool to do what. The key only names it."""
-        arguments, contract = self.call.arguments, self.contract
+        arguments, labels = self.call.arguments, self.labels
         return digest({
             "kind": "request",
             "tenant_id": self.principal.tenant_id, "subject_id": self.principal.subject_id,
             "tool": self.call.name,
             "arguments": arguments._asdict() if isinstance(arguments, Malformed) else arguments,
-            "input_schema": contract["input_schema"], "output_schema": contract["output_schema"],
-            "effect": contract["effect"],
+            "input_schema": labels["input_schema"], "output_schema": labels["output_schema"],
+            "effect": labels["effect"],
         })
 
     @property
@@ -2050,7 +2111,7 @@ class Invocation:
         """What a replay must share with the call that took effect."""
         return Intent(
             self.request_sha256, *vars(self.call.context.profile).values(),
-            *(self.contract[name] for name in Intent._fields[4:]))
+            *(self.labels[name] for name in Intent._fields[4:]))
 
     @cached_property
     def idempotency_ref(self) -> str | None:
@@ -2087,7 +2148,7 @@ _APPROVAL_FIELDS: Final[JsonObject] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Approval:
     """A human's consent, signed by the authority; `expires_at` is in seconds, half-open."""
 
@@ -2099,12 +2160,6 @@ class Approval:
     def public(self) -> JsonObject:
         """The part that an audit keeps."""
         return {name: getattr(self, name) for name in _APPROVAL_FIELDS}
-
-
-def is_resource(answer: object) -> TypeGuard[Resource]:
-    """Tell whether an author's answer grants access: exactly a `Resource`, well typed."""
-    return type(answer) is Resource and (
-        is_identifier(answer.revision) and type(answer.permits) is bool)
 
 
 def is_eligible(approver_id: str, subject_id: str, consent: str) -> bool:
@@ -2202,7 +2257,7 @@ class ApprovalAuthority:
         revision = resource.revision if isinstance(resource, Resource) else ""
         signed = " ".join(map(str, (
             "approval", invocation.identity, invocation.fingerprint("dispatch"),
-            *invocation.contract.values(), revision, *approval.public().values())))
+            *invocation.labels.values(), revision, *approval.public().values())))
         return hmac.digest(self._key, signed.encode("utf-8", "surrogatepass"), "sha256").hex()
 
 
@@ -2218,7 +2273,8 @@ class ResultContractError(ValueError):
     """A package that must not be sent on. `problems` says where it is wrong."""
 
     def __init__(self, problems: list[Problem]) -> None:
-        super().__init__("; ".join(f"{readable(each.path)} {each.rule}" for each in problems))
+        super().__init__("; ".join(
+            f"{readable(each.path)} {each.rule}: {each.message}" for each in problems))
         self.problems = problems
 
 
@@ -2273,7 +2329,7 @@ def _provenance(invocation: Invocation, evidence: Evidence | None, recorded_at: 
 
     return {
         "source_label": invocation.tool.producer_label,
-        "producer_revision": invocation.contract["producer"],
+        "producer_revision": invocation.labels["producer"],
         "resource_revision": evidence.resource_revision,
         "observed_at": evidence.observed_at,
         "trust": "untrusted_data",
@@ -2317,7 +2373,7 @@ def _unbound_audit(invocation: Invocation, ending: Ending) -> JsonObject:
             **vars(call.context.profile),
             "response_id": call.context.response_id, "call_id": call.context.call_id,
         },
-        "tool_contract": dict(invocation.contract),
+        "tool_contract": dict(invocation.labels),
         "approval": dict(ending.approval) if ending.approval else None,
         "downstream": {
             "request_id": evidence.request_id if evidence else None,
@@ -2325,8 +2381,10 @@ def _unbound_audit(invocation: Invocation, ending: Ending) -> JsonObject:
             "status_ref": found_by,
         },
         # The parts of the proposal whose text was not kept.
-        "redactions": ["/name"] * (call.name == MALFORMED_NAME)
-                      + ["/arguments"] * isinstance(call.arguments, Malformed),
+        "redactions": [part for part, is_gone in (
+            ("/name", call.name == MALFORMED_NAME),
+            ("/arguments", isinstance(call.arguments, Malformed)),
+        ) if is_gone],
     }
 
 
@@ -2350,9 +2408,9 @@ def build_package(invocation: Invocation, ending: Ending) -> Package:
 # --- Output: what a handler or a receipt answered ---
 
 
-def _data_problems(invocation: Invocation, data: JsonObject, size: int) -> Iterator[Problem]:
-    """Say what a contract alone cannot: echoes of the arguments, depth, size in bytes."""
-    spec, arguments = invocation.tool, invocation.checked_arguments
+def _data_problems(invocation: Invocation, data: JsonObject) -> Iterator[Problem]:
+    """Say what a contract alone cannot: echoes of the arguments, and the depth."""
+    spec, arguments = invocation.tool, invocation.arguments()
     for name, argument in spec.echoes.items():
         if not same_json(arguments[argument], data[name]):
             yield Problem(pointer(("data", name)), "echo", "must equal the argument that it echoes")
@@ -2361,8 +2419,6 @@ def _data_problems(invocation: Invocation, data: JsonObject, size: int) -> Itera
     deepest = spec.output_contract.levels
     if deepest > spec.max_output_depth and levels_of(data) > spec.max_output_depth:
         yield _problem(("data",), "depth", spec.max_output_depth)
-    if size > spec.max_output_bytes:
-        yield _problem(("data",), "bytes", spec.max_output_bytes)
 
 
 def _evidence(
@@ -2372,14 +2428,15 @@ def _evidence(
     if invocation.verdict.code != "OK":
         return None, [Problem("", "impossible", "a call that never ran has no output")]
     spec, data = invocation.tool, document["data"]
-    problems = envelope_contract(spec.writes, spec.revisions.producer).problems(document)
-    problems += [problem._replace(path="/data" + problem.path)
-                 for problem in spec.output_contract.problems(data)]
-    if problems:  # what follows takes a sound shape for granted
-        return None, problems
+    problems = result_contract(spec.writes, spec.revisions.producer).problems(document)
 
     text = canonical_json(data)
-    problems += _data_problems(invocation, data, len(text.encode("utf-8")))
+    if len(text.encode("utf-8")) > spec.max_output_bytes:
+        problems.append(_problem(("data",), "bytes", spec.max_output_bytes))
+    else:  # no work is done on what is too large, nor on a shape that is not sound
+        problems += [problem._replace(path="/data" + problem.path)
+                     for problem in spec.output_contract.problems(data)]
+        problems += () if problems else _data_problems(invocation, data)
     if problems:
         return None, problems
     return Evidence(
@@ -2401,7 +2458,8 @@ def _examined_output(
     try:
         data = plain_json(result.data)  # the rest is texts, which nobody can change
     except JsonError as error:
-        return None, [Problem("/data", error.reason, str(error))]
+        message = f"{error}; convert what is no dict, list, str, int, float, bool or None"
+        return None, [Problem("/data", error.reason, message)]
     return _evidence(invocation, {**result._asdict(), "data": data})
 
 
@@ -2433,6 +2491,7 @@ _ASSERTIONS: Final = Contract(open_object(
             "type": ["string", "null"], "maxLength": 39, "pattern": "^status_[0-9a-f]{32}$"}),
     ),
 ))
+_NO_ENDING: Final = Ending("TOOL_ERROR", "")     # beside problems, for nobody to look at
 _ASSERTED_AT: Final = {
     "data": "/model_result", "resource_revision": "/model_result/provenance",
     "observed_at": "/model_result/provenance", "request_id": "/protected_audit/downstream",
@@ -2448,7 +2507,7 @@ def _unbelievable(assertions: Contract, package: object) -> list[Problem]:
 def _is_possible_code(invocation: Invocation, code: str) -> bool:
     """Tell whether this call could have come to the gate that ends with this code."""
     verdict, met_by = invocation.verdict.code, policy_of(code).met_by
-    if verdict != "OK":
+    if verdict != "OK":  # it ended at the verdict, or at a gate that stands before it
         return code == verdict or met_by == _ANY_CALL
     if not invocation.tool.writes:
         return "read" in met_by
@@ -2510,10 +2569,14 @@ def _asserted_evidence(
 
     So data in a package has no contract of its own that could be weaker than the tool's.
     """
+    provenance, downstream = model["provenance"], audit["downstream"]
     evidence, problems = _evidence(invocation, {
-        "data": model["data"], "producer_revision": invocation.contract["producer"],
-        **{name: model["provenance"][name] for name in ("resource_revision", "observed_at")},
-        **{name: audit["downstream"][name] for name in ("request_id", "receipt_id")},
+        "data": model["data"],
+        "producer_revision": invocation.labels["producer"],
+        "resource_revision": provenance["resource_revision"],
+        "observed_at": provenance["observed_at"],
+        "request_id": downstream["request_id"],
+        "receipt_id": downstream["receipt_id"],
     })
     return evidence, [
         problem._replace(path=_ASSERTED_AT[tokens_of(problem.path)[0]] + problem.path)
@@ -2524,22 +2587,22 @@ def _asserted_ending(invocation: Invocation, package: Any) -> tuple[Ending, list
     """Take the assertions out of a plain package, vet them, return the ending they describe."""
     problems = _unbelievable(_ASSERTIONS, package)
     if problems:
-        return Ending("TOOL_ERROR", ""), problems
+        return _NO_ENDING, problems
     model, audit = package["model_result"], package["protected_audit"]
     code = model["error"]["code"] if model["error"] else "OK"
-    ending = Ending(code, audit["recorded_at"])
     problems = _implausible(invocation, code, model, audit)
     if problems:
-        return ending, problems
+        return _NO_ENDING, problems
 
     if code != "OK":  # an error has no evidence, whatever it asserts
         retry_after_ms = model["error"]["retry_after_ms"] if takes_retry_after(code) else None
-        return ending._replace(
-            status_ref=audit["downstream"]["status_ref"], retry_after_ms=retry_after_ms), []
+        return Ending(
+            code, audit["recorded_at"], status_ref=audit["downstream"]["status_ref"],
+            retry_after_ms=retry_after_ms), []
     evidence, problems = _asserted_evidence(invocation, model, audit)
-    approval = audit["approval"] if invocation.tool.writes else None
-    return ending._replace(
-        delivery=model["execution"]["delivery"], evidence=evidence, approval=approval), problems
+    return Ending(
+        code, audit["recorded_at"], model["execution"]["delivery"], evidence,
+        audit["approval"] if invocation.tool.writes else None), problems
 
 
 _ABSENT: Final = object()
@@ -2777,6 +2840,7 @@ class MemoryLedger:
 
     def commit(self, operation: Operation, evidence: Evidence, now: int) -> Operation:
         with self._lock:
+            # Where the scope is free, NoEffect was not true: the proved effect is stored again.
             standing = self._operations.get(operation.scope, operation)
             if standing.attempt != operation.attempt or standing.state == "committed":
                 return standing
@@ -2793,7 +2857,8 @@ class MemoryLedger:
 
     def unresolved(self) -> list[Operation]:
         with self._lock:
-            return [each for each in self._operations.values() if each.state != "committed"]
+            standing = [each for each in self._operations.values() if each.state != "committed"]
+            return sorted(standing, key=lambda each: each.command.now)
 
     def _move(self, operation: Operation, to: Any, *states: str) -> bool:
         """Move the very attempt from one of these states to another; tell whether it was there."""
@@ -2864,10 +2929,10 @@ class SqlLedger(contextlib.AbstractContextManager["SqlLedger"]):
     """A ledger in two tables of one PEP 249 connection, whose use it serializes.
 
     Each statement is its own transaction, so the connection's mode does not matter; on an exception
-    it is rolled back, and the exception passes on. `placeholder` is how the driver writes a
-    parameter: `?` for sqlite3, `%s` for PostgreSQL's psycopg. Tables are created where they are
-    missing. Records hold arguments and results in plain text: protecting them is the host's. A lost
-    connection means a new ledger object.
+    it is rolled back, and the exception passes on. It wants a connection of its own, with plain
+    rows. `placeholder` is how the driver writes a parameter: `?` for sqlite3, `%s` for PostgreSQL's
+    psycopg. Tables are created where they are missing. Records hold arguments and results in plain
+    text: protecting them is the host's. A lost connection means a new ledger object.
     """
 
     def __init__(self, connection: Any, *, placeholder: str = "?") -> None:
@@ -2910,8 +2975,9 @@ class SqlLedger(contextlib.AbstractContextManager["SqlLedger"]):
     def bind_call(self, identity: str, fingerprint: str, now: int) -> bool:
         insert = "INSERT INTO tool_calls_v1 VALUES (?, ?, ?) ON CONFLICT DO NOTHING"
         select = "SELECT fingerprint FROM tool_calls_v1 WHERE identity = ?"
+        # No row at all: it was there, and `prune` was quicker than the second statement.
         return self._run(insert, identity, fingerprint, now)[0] == 1 or (
-            self._run(select, identity)[1] == [(fingerprint,)])
+            self._run(select, identity)[1] in ([], [(fingerprint,)]))
 
     def find_standing(self, scope: Scope, matter: Matter) -> Operation | None:
         # A row of another scope can only be the open one on the matter, and comes first.
@@ -2924,7 +2990,7 @@ class SqlLedger(contextlib.AbstractContextManager["SqlLedger"]):
         return self._find(_SELECT + " WHERE status_ref = ?", status_ref)
 
     def claim(self, operation: Operation) -> Operation:
-        for _ in range(MAX_TURNS):
+        for _ in range(MAX_TRIES):
             self._insert(operation, None)
             standing = self.find_standing(operation.scope, operation.matter)
             if standing:
@@ -2939,7 +3005,8 @@ class SqlLedger(contextlib.AbstractContextManager["SqlLedger"]):
             " WHERE scope = ? AND attempt = ? AND state <> 'committed'")
         stored = now, canonical_json(evidence), digest(operation.scope), operation.attempt
 
-        for _ in range(MAX_TURNS):
+        for _ in range(MAX_TRIES):
+            # Where there is nothing to update, NoEffect was not true: stored again, as above.
             if self._run(update, *stored)[0] == 1 or self._insert(settled, now) == 1:
                 return settled
             standing = self._find(_SELECT + " WHERE scope = ?", digest(operation.scope))
@@ -2960,8 +3027,8 @@ class SqlLedger(contextlib.AbstractContextManager["SqlLedger"]):
         return self._run(delete, digest(operation.scope), operation.attempt)[0] == 1
 
     def unresolved(self) -> list[Operation]:
-        rows = self._run(_SELECT + " WHERE state <> 'committed' ORDER BY scope")[1]
-        return [_operation_of(*row) for row in rows]
+        rows = self._run(_SELECT + " WHERE state <> 'committed'")[1]
+        return sorted((_operation_of(*row) for row in rows), key=lambda each: each.command.now)
 
     def prune(self, now: int, *, keep_seconds: int) -> None:
         """Delete call identities bound and operations committed more than `keep_seconds` ago.
@@ -2994,6 +3061,7 @@ class SqlLedger(contextlib.AbstractContextManager["SqlLedger"]):
         with self._lock:
             try:
                 with contextlib.closing(self._connection.cursor()) as cursor:
+                    # Every `?` is a parameter: no statement above holds one in a text.
                     cursor.execute(statement.replace("?", self._placeholder), values)
                     # PEP 249: only a statement that answers rows has a description.
                     rows = iter(cursor.fetchone, None) if cursor.description else ()
@@ -3041,7 +3109,8 @@ class RunBudget:
         _require_count("max_repeats", max_repeats, 1)
         _require_count("max_effects", max_effects, 0)
         self._max_calls, self._max_repeats = max_calls, max_repeats
-        self._effects_left = max_effects
+        self._max_effects = max_effects
+        self._effects: Counter[Scope] = Counter()       # attempts at each, of which one may act
         self._requests: dict[str, str] = {}     # by call identity
         self._lock = threading.Lock()
 
@@ -3056,17 +3125,19 @@ class RunBudget:
             self._requests[identity] = request
             return True
 
-    def take_effect(self) -> bool:
-        """Take one effect; tell whether there was one left."""
+    def take_effect(self, scope: Scope) -> bool:
+        """Take an effect for a scope, which has at most one; tell whether there was one left."""
         with self._lock:
-            is_left = self._effects_left > 0
-            self._effects_left -= is_left
-            return is_left
+            is_exhausted = len(+self._effects) >= self._max_effects  # those above zero
+            if is_exhausted and not self._effects[scope]:
+                return False
+            self._effects[scope] += 1
+            return True
 
-    def give_back_effect(self) -> None:
-        """Return an effect that was taken and did not happen."""
+    def give_back_effect(self, scope: Scope) -> None:
+        """Return what an attempt has taken that did not act."""
         with self._lock:
-            self._effects_left += 1
+            self._effects[scope] -= 1
 
 
 _DECLINED: Final = {"rejected": "APPROVAL_REJECTED", "cancelled": "CALL_CANCELLED"}
@@ -3075,13 +3146,13 @@ _DECLINED: Final = {"rejected": "APPROVAL_REJECTED", "cancelled": "CALL_CANCELLE
 def _reach_resource(invocation: Invocation) -> Resource:
     """Ask the tool's author; absent, forbidden and nonsense are one answer (invariant 4)."""
     answer = ask_author(
-        lambda: Refused("TOOL_ERROR", gate="authorization"),
+        lambda: _Stop("TOOL_ERROR", gate="authorization"),
         invocation.tool.find_resource, invocation.principal, invocation.arguments())
     if answer is None:
-        raise Refused("NOT_FOUND")
+        raise _Stop("NOT_FOUND")
     if not is_resource(answer):
         wrong = Problem("", "resource", "must be a Resource (identifier, bool) or None")
-        raise Refused("NOT_FOUND", gate="authorization", problems=[wrong])
+        raise _Stop("NOT_FOUND", gate="authorization", problems=[wrong])
     return answer
 
 
@@ -3089,8 +3160,8 @@ def _obstacle_in(standing: Operation, invocation: Invocation) -> Refused | None:
     """Judge what stands in the way: an open outcome, another intent, or nothing but a replay."""
     # A new key, another provider or a new revision is no way around an open outcome (invariant 7).
     if standing.state != "committed" and standing.matter == invocation.matter:
-        return Refused("OUTCOME_UNKNOWN", standing.status_ref)
-    return Refused("IDEMPOTENCY_CONFLICT") if standing.intent != invocation.intent else None
+        return _Stop("OUTCOME_UNKNOWN", standing.status_ref)
+    return _Stop("IDEMPOTENCY_CONFLICT") if standing.intent != invocation.intent else None
 
 
 class Dispatcher:
@@ -3126,7 +3197,7 @@ class Dispatcher:
         """Return what an approver should look at; `None` where this call could reach nothing."""
         try:
             return _reach_resource(invocation) if invocation.verdict.code == "OK" else None
-        except Refused:
+        except _Stop:
             return None
 
     # --- The page ---
@@ -3163,7 +3234,7 @@ class Dispatcher:
             if invocation.tool.writes:
                 return self._write(invocation, command, approval, budget)
             return self._read(invocation, command)
-        except Refused as refusal:
+        except _Stop as refusal:
             return self._answer_refusal(invocation, refusal, now)
 
     def decline(self, principal: Principal, call: ToolCall, *, reason: str, now: int) -> Package:
@@ -3188,8 +3259,8 @@ class Dispatcher:
                 return self._replay(invocation, committed, now)
 
             self._enter("decline")
-            raise Refused(_DECLINED[reason])
-        except Refused as refusal:
+            raise _Stop(_DECLINED[reason])
+        except _Stop as refusal:
             return self._answer_refusal(invocation, refusal, now)
 
     def query_operation_status(
@@ -3216,7 +3287,7 @@ class Dispatcher:
             operation = self._require_operation(
                 invocation, status_ref, expected_request_sha256, now)
             return self._settle(invocation, operation, now)
-        except Refused as refusal:
+        except _Stop as refusal:
             return self._answer_refusal(invocation, refusal, now)
 
     def _admit(
@@ -3233,26 +3304,21 @@ class Dispatcher:
     # --- Gates: each is entered, then returns a fact or refuses ---
 
     def _enter(self, gate: str) -> None:
-        if self._observe is None:
-            return
-        try:
+        if self._observe is not None:
             self._observe(gate)
-        except Refused as error:
-            error.is_foreign = True  # an observer is no gate: what it raises is no refusal
-            raise
 
     def _require(self, gate: str, holds: bool, code: str) -> None:
         """Pass a gate that needs nothing but one fact."""
         self._enter(gate)
         if not holds:
-            raise Refused(code)
+            raise _Stop(code)
 
     def _require_identity(self, invocation: Invocation, purpose: str, now: int) -> None:
         """One provider call identity means one request and one purpose, for good (invariant 3)."""
         self._enter("call_identity")
         identity, fingerprint = _sha256(invocation.identity), invocation.fingerprint(purpose)
         if not self.ledger.bind_call(identity, _sha256(fingerprint), now):
-            raise Refused("CALL_ID_CONFLICT")
+            raise _Stop("CALL_ID_CONFLICT")
 
     def _require_budget(self, invocation: Invocation, budget: RunBudget | None) -> None:
         """A run that loops is stopped before it asks anything of anybody."""
@@ -3260,7 +3326,7 @@ class Dispatcher:
             return
         self._enter("budget")
         if not budget.take_call(invocation.identity, invocation.request_sha256):
-            raise Refused("BUDGET_EXHAUSTED")
+            raise _Stop("BUDGET_EXHAUSTED")
 
     def _require_input(self, invocation: Invocation) -> None:
         """Only arguments that keep contract and rules go any further (invariant 2)."""
@@ -3270,7 +3336,7 @@ class Dispatcher:
             return
         # The model's own mistake is nobody's fault; rules that raised or answered nonsense are.
         gate = "" if code == "INVALID_ARGUMENTS" else "input"
-        refusal = Refused(code, gate=gate, problems=problems)
+        refusal = _Stop(code, gate=gate, problems=problems)
         refusal.error = error
         raise refusal
 
@@ -3280,7 +3346,7 @@ class Dispatcher:
             return None
         self._enter("idempotency")
         if invocation.call.context.idempotency_key is None:
-            raise Refused("IDEMPOTENCY_KEY_REQUIRED")
+            raise _Stop("IDEMPOTENCY_KEY_REQUIRED")
         standing = self.ledger.find_standing(invocation.scope, invocation.matter)
         if standing and (obstacle := _obstacle_in(standing, invocation)):
             raise obstacle
@@ -3298,18 +3364,18 @@ class Dispatcher:
 
         self._enter("approval")
         if not approvals:
-            raise Refused("APPROVAL_REQUIRED")
+            raise _Stop("APPROVAL_REQUIRED")
         for approval in approvals[:MAX_APPROVALS]:
             if self.authority.verify(approval, invocation, resource, now):
                 return approval
-        raise Refused("APPROVAL_INVALID")
+        raise _Stop("APPROVAL_INVALID")
 
     def _require_output(self, invocation: Invocation, result: object) -> Evidence:
         """Only data that keeps its contract becomes evidence (invariant 8)."""
         self._enter("output")
         evidence, problems = _examined_output(invocation, result)
         if evidence is None:
-            raise Refused("OUTPUT_CONTRACT_VIOLATION", gate="output", problems=problems)
+            raise _Stop("OUTPUT_CONTRACT_VIOLATION", gate="output", problems=problems)
         return evidence
 
     def _require_operation(
@@ -3319,30 +3385,29 @@ class Dispatcher:
         self._enter("status_ref")
         operation = self.ledger.find_reference(status_ref)
         if operation is None or operation.scope[:2] != invocation.scope[:2]:
-            raise Refused("NOT_FOUND")  # unknown, released, or another principal's (invariant 4)
+            raise _Stop("NOT_FOUND")  # unknown, released, or another principal's (invariant 4)
 
         asked = invocation.scope, invocation.matter, request_sha256, invocation.intent[1:4]
         stands = (operation.scope, operation.matter, operation.command.request_sha256,
                   operation.intent[1:4])
         if asked != stands or not invocation.tool.writes:
-            raise Refused("STATUS_CONFLICT")
+            raise _Stop("STATUS_CONFLICT")
         # After a deployment the contract differs; whether nothing happened can still be asked.
         is_open = operation.is_open_to_query(now, self._lease_seconds)
         if operation.intent != invocation.intent and not is_open:
-            raise Refused("STATUS_CONFLICT")
+            raise _Stop("STATUS_CONFLICT")
         return operation
 
     def _require_receipt(
         self, invocation: Invocation, operation: Operation, answer: object
     ) -> Evidence:
         """Only a receipt of this very effect, under this contract, settles it (invariant 7)."""
-        if operation.intent != invocation.intent:
-            raise Refused("STATUS_CONFLICT")
-        effect = invocation.contract["effect"]
-        due = [operation.status_ref, operation.command.request_sha256, effect]
+        due = [operation.status_ref, operation.command.request_sha256, operation.intent.effect]
         if type(answer) is not Receipt or not same_json(due, [*answer[:len(due)]]):
             wrong = Problem("", "receipt", "must be this operation's Receipt, NoEffect or None")
-            raise Refused("STATUS_CONFLICT", gate="receipt", problems=[wrong])
+            raise _Stop("STATUS_CONFLICT", gate="receipt", problems=[wrong])
+        if operation.intent != invocation.intent:
+            raise _Stop("STATUS_CONFLICT")
         return self._require_output(invocation, answer.result)
 
     # --- Endings ---
@@ -3362,9 +3427,9 @@ class Dispatcher:
         """Run the handler; `code` answers an exception that proves nothing."""
         try:
             return ask_author(
-                lambda: Refused(code, command.status_ref, gate="handler"),
+                lambda: _Stop(code, command.status_ref, gate="handler"),
                 invocation.tool.handler, command)
-        except Refused as refusal:
+        except _Stop as refusal:
             raise _proof_in(refusal.error) or refusal from None
 
     def _read(self, invocation: Invocation, command: Command) -> Package:
@@ -3378,10 +3443,10 @@ class Dispatcher:
         budget: RunBudget | None,
     ) -> Package:
         """Act at most once (invariant 6), and give up what was interrupted (invariant 7)."""
+        # Before the `try`, for nothing is claimed yet. From then on an effect counts as used.
         self._enter("claim")
-        budget = budget or RunBudget(max_calls=1, max_repeats=1, max_effects=1)  # of this one call
-        if not budget.take_effect():
-            raise Refused("BUDGET_EXHAUSTED")
+        if budget is not None and not budget.take_effect(invocation.scope):
+            raise _Stop("BUDGET_EXHAUSTED")
         # The record keeps a command of its own: the handler may do to its copy what it likes.
         operation = Operation(
             invocation.scope, invocation.matter, invocation.intent,
@@ -3402,29 +3467,34 @@ class Dispatcher:
         return ended
 
     def _run_once(
-        self, invocation: Invocation, operation: Operation, command: Command, budget: RunBudget
+        self, invocation: Invocation, operation: Operation, command: Command,
+        budget: RunBudget | None,
     ) -> Package | Refused:
-        """Claim, run, settle: a straight line. Raises only while the attempt's ending is open.
+        """Claim, run, settle: a straight line.
 
-        Whoever finds another in its place answers as a retry would.
+        A refusal that is raised leaves the ending open, and `_write` gives the attempt up. One that
+        is returned is settled: the trap is to raise that one. Whoever finds another in its place
+        answers as a retry would.
         """
         standing = self.ledger.claim(operation)
         if standing.attempt != operation.attempt:
-            budget.give_back_effect()
+            if budget:
+                budget.give_back_effect(operation.scope)
             return _obstacle_in(standing, invocation) or self._replay(
                 invocation, standing, command.now)
 
         self._enter("handler")
         try:
             result = self._run_handler(invocation, command, "OUTCOME_UNKNOWN")
-        except Refused as refusal:
+        except _Stop as refusal:
             if refusal.code == "OUTCOME_UNKNOWN":
                 raise
-            # It proved that nothing began. Should the record say otherwise, the record is right.
+            # It proved that nothing began. Where its own attempt stands all the same, a receipt has
+            # settled that meanwhile: then the record is right, and the effect was used.
             is_released = self.ledger.release(operation)
             other = None if is_released else self.ledger.find_standing(*operation[:2])
-            if other is None or other.attempt != operation.attempt:
-                budget.give_back_effect()
+            if budget and (other is None or other.attempt != operation.attempt):
+                budget.give_back_effect(operation.scope)
             return refusal if other is None else (
                 _obstacle_in(other, invocation) or self._replay(invocation, other, command.now))
 
@@ -3438,10 +3508,12 @@ class Dispatcher:
     ) -> Package | Refused:
         """Answer for a proved effect by what the ledger says stands."""
         if standing.attempt != operation.attempt:
-            # A replay of the other attempt would hide that there were two effects.
-            return Refused("OUTCOME_UNKNOWN", operation.status_ref)
-        if standing.evidence is not evidence:
-            # A status query was quicker; what it recorded is what every later replay will say.
+            # A replay of the other attempt would hide that there were two effects: the host hears.
+            wrong = Problem("", "attempt", "has acted after NoEffect said that it never would")
+            gate = "handler" if delivery == "fresh" else "receipt"
+            return _Stop("OUTCOME_UNKNOWN", operation.status_ref, gate=gate, problems=[wrong])
+        if standing.evidence is not evidence:  # `commit` returns the same object where it stored it
+            # Somebody was quicker; what they recorded is what every later replay will say.
             return self._replay(invocation, standing, now)
         return self._succeed(invocation, delivery, evidence, operation.approval, now)
 
@@ -3450,23 +3522,11 @@ class Dispatcher:
         if operation.state == "committed":
             return self._replay(invocation, operation, now)
         if not operation.is_open_to_query(now, self._lease_seconds):
-            raise Refused("OUTCOME_UNKNOWN", operation.status_ref)
+            raise _Stop("OUTCOME_UNKNOWN", operation.status_ref)
 
-        self._enter("receipt")
-        find_receipt = invocation.tool.find_receipt
-        command = operation.command._replace(arguments=invocation.arguments(), now=now)
-        answer: object = ask_author(
-            lambda: Refused("OUTCOME_UNKNOWN", operation.status_ref, gate="receipt"),
-            find_receipt, command)  # type: ignore[arg-type]
-        if answer is None:
-            raise Refused("OUTCOME_UNKNOWN", operation.status_ref)
+        answer = self._ask_downstream(invocation, operation, now)
         if type(answer) is NoEffect:
-            if self.ledger.release(operation):
-                raise Refused("NOT_EXECUTED")
-            # Somebody else settled it meanwhile: answer by what stands now.
-            digest_asked = operation.command.request_sha256
-            operation = self._require_operation(invocation, operation.status_ref, digest_asked, now)
-            return self._settle(invocation, operation, now)
+            return self._forget(invocation, operation, now)
 
         evidence = self._require_receipt(invocation, operation, answer)
         standing = self.ledger.commit(operation, evidence, now)
@@ -3475,6 +3535,27 @@ class Dispatcher:
         if isinstance(ended, Refused):
             raise ended
         return ended
+
+    def _ask_downstream(self, invocation: Invocation, operation: Operation, now: int) -> object:
+        """Ask for a receipt; None, "I do not know", settles nothing, and nor does an exception."""
+        self._enter("receipt")
+        command = operation.command._replace(arguments=invocation.arguments(), now=now)
+        answer: object = ask_author(
+            lambda: _Stop("OUTCOME_UNKNOWN", operation.status_ref, gate="receipt"),
+            invocation.tool.find_receipt, command)  # type: ignore[arg-type]
+        if answer is None:
+            raise _Stop("OUTCOME_UNKNOWN", operation.status_ref)
+        return answer
+
+    def _forget(self, invocation: Invocation, operation: Operation, now: int) -> Package:
+        """Release what had no effect; where somebody else was quicker, tell what stands now."""
+        if self.ledger.release(operation):
+            raise _Stop("NOT_EXECUTED")
+        operation = self._require_operation(
+            invocation, operation.status_ref, operation.command.request_sha256, now)
+        if operation.state != "committed":
+            raise _Stop("OUTCOME_UNKNOWN", operation.status_ref)
+        return self._replay(invocation, operation, now)
 
     def _replay(self, invocation: Invocation, committed: Operation, now: int) -> Package:
         return self._succeed(
@@ -3488,8 +3569,6 @@ class Dispatcher:
 
     def _answer_refusal(self, invocation: Invocation, refusal: Refused, now: int) -> Package:
         """Turn a refusal into its package, then tell the host what no package may say."""
-        if refusal.is_foreign:
-            raise refusal
         package = build_package(invocation, Ending(
             refusal.code, utc_text(now),
             status_ref=refusal.status_ref, retry_after_ms=refusal.retry_after_ms))
@@ -4025,6 +4104,11 @@ class MockDownstream:
     """
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()                       # stands for a database's transaction
+        self.reset()
+
+    def reset(self) -> None:
+        """Go back to the beginning: three orders, no draft, no receipt, no fault."""
         self.orders = {
             "ORDER-7": Order("tenant-a", "user-1", "paid", "ORDER-7-r1"),
             "ORDER-8": Order("tenant-a", "user-2", "paid", "ORDER-8-r1"),
@@ -4035,7 +4119,6 @@ class MockDownstream:
         self.side_effect_count = 0
         self._requests = itertools.count(1)
         self._receipts: dict[str | None, Receipt] = {}      # by status reference
-        self._lock = threading.Lock()                       # stands for a database's transaction
 
     def amend(self, order_ref: str, **changes: str) -> None:
         """Change one order, and with it its revision. Raises `KeyError` where there is none."""
@@ -4283,8 +4366,8 @@ def _find_step_faults(path: str, step: JsonObject) -> Iterator[Problem]:
     profile = ProviderProfile(host["provider"], host["api_family"], host["adapter_revision"])
     row = policy_of(expected["code"])
     agreed: JsonObject = {name: getattr(row, name) for name in ("status", "outcome", "recovery")}
-    if row is not SUCCESS:  # an error reuses no evidence and carries no data
-        agreed |= {"delivery": "fresh", "data": None}
+    # An error reuses no evidence and carries no data.
+    agreed |= {} if row is SUCCESS else {"delivery": "fresh", "data": None}
 
     rules = (
         (is_registered(profile), "execution_context", "profile", "a registered profile"),
@@ -4298,9 +4381,9 @@ def _find_step_faults(path: str, step: JsonObject) -> Iterator[Problem]:
     )
     yield from (Problem(f"{path}/{name}", rule, f"must be {wanted}")
                 for holds, name, rule, wanted in rules if not holds)
-    yield from (Problem(f"{path}/expected/{name}", "catalog",
-                        f"must be {json.dumps(value)} for {row.code}")
-                for name, value in agreed.items() if expected[name] != value)
+    yield from (
+        Problem(f"{path}/expected/{name}", "catalog", f"must be {json.dumps(value)} for {row.code}")
+        for name, value in agreed.items() if expected[name] != value)
 
 
 def _find_case_faults(path: str, case: JsonObject, misshapen: set[str]) -> Iterator[Problem]:
@@ -4333,7 +4416,7 @@ def _require_fixture(read: Callable[[], Any]) -> JsonObject:
         fixture = read()
     except JsonError as error:  # a `ValueError` as well, so it comes first
         raise FixtureError([Problem("", error.reason, str(error))]) from None
-    except (AttributeError, OSError, ValueError):  # no standard input, no file, a NUL in its name
+    except (AttributeError, OSError, TypeError, ValueError):  # no standard input, no file, no path
         raise FixtureIOError([Problem("", "io", "the fixture cannot be read")]) from None
 
     problems = _fixture_contract().problems(fixture)
@@ -4414,15 +4497,20 @@ def _map_package(invocation: Invocation, package: Package) -> tuple[Any, list[Js
 
 
 class _CaseRun:
-    """One case on a demo of its own. Each step's audit is kept: a status query may refer to it."""
+    """One case on a fresh demo: the downstream as in the beginning, and a ledger of its own.
 
-    def __init__(self, case: JsonObject) -> None:
+    Each step's audit is kept, for a status query may refer to it.
+    """
+
+    def __init__(self, case: JsonObject, downstream: MockDownstream, demo: Dispatcher) -> None:
         self.case = case
         # As in a host, who asks is fixed before any model speaks (invariant 3).
         self.principal = Principal(**{**case["principal"], "roles": (*case["principal"]["roles"],)})
-        self.downstream = MockDownstream()
+        self.downstream = downstream
+        self.downstream.reset()
         self.gates: list[str] = []
-        self.dispatcher = demo_dispatcher(self.downstream, observe=self.gates.append)
+        self.dispatcher = Dispatcher(
+            demo.registry, demo.authority, MemoryLedger(), observe=self.gates.append)
         self.audits: dict[str, JsonObject] = {}
 
     def report(self, explain: bool) -> JsonObject:
@@ -4512,7 +4600,9 @@ class _CaseRun:
 
 def _run_cases(fixture: JsonObject, explain: bool) -> JsonObject:
     """Run a fixture that has been checked."""
-    cases = [_CaseRun(case).report(explain) for case in fixture["cases"]]
+    downstream = MockDownstream()
+    demo = demo_dispatcher(downstream)  # whose tools, registered once, serve all cases
+    cases = [_CaseRun(case, downstream, demo).report(explain) for case in fixture["cases"]]
     return {
         "schema_version": "tool-report-v2",
         "passed": all(case["passed"] for case in cases),
@@ -4548,6 +4638,19 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         # Not argparse's own message: it repeats what was typed.
         raise _UsageError("the options are wrong; --help lists them")
+
+
+def _find_width() -> int | None:
+    """Return the columns of the terminal that standard output is, None where that is not known.
+
+    `shutil.get_terminal_size` does the same, COLUMNS first, but it asks the stream that Python was
+    started with, in whose place another may stand; and it takes long to import.
+    """
+    given = os.environ.get("COLUMNS", "")
+    columns = int(given) if given.isdecimal() and len(given) < 6 else 0
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # no stream, or no terminal
+        columns = columns or os.get_terminal_size(sys.stdout.fileno()).columns
+    return max(columns, 60) if columns else None  # a narrower terminal breaks lines itself
 
 
 # Options of a `run`, and those `instead` of one, of which at most one may be given.
@@ -4608,19 +4711,6 @@ def _select_cases(fixture: JsonObject, case_ids: list[str]) -> JsonObject:
         raise _UsageError("the fixture has no case of this id")
     return {**fixture, "cases": [
         case for case in fixture["cases"] if not case_ids or case["id"] in case_ids]}
-
-
-def _find_width() -> int | None:
-    """Return the columns of the terminal that standard output is, None where that is not known.
-
-    `shutil.get_terminal_size` does the same, COLUMNS first, but it asks the stream that Python was
-    started with, in whose place another may stand; and it takes long to import.
-    """
-    given = os.environ.get("COLUMNS", "")
-    columns = int(given) if given.isdecimal() else 0
-    with contextlib.suppress(AttributeError, OSError, ValueError):  # no stream, or no terminal
-        columns = columns or os.get_terminal_size(sys.stdout.fileno()).columns
-    return max(columns, 60) if columns else None  # a narrower terminal breaks lines itself
 
 
 def _fit(text: str, width: int | None, label: str = "") -> list[str]:
