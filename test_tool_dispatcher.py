@@ -1874,8 +1874,8 @@ class Registration(unittest.TestCase):
     def test_a_tool_is_found_by_its_exact_name(self) -> None:
         registry = td.Registry(iter([tool_with(name="b"), tool_with(name="a")]))
         self.assertEqual([spec.name for spec in registry], ["b", "a"])
-        for name, found in [("a", "a"), ("b", "b"),
-                            *((no, None) for no in ("A", "a ", "", "c", "a_", [], {}, None, Text("a")))]:
+        strangers: list[Any] = ["A", "a ", "", "c", "a_", None, [], {}, Text("a")]
+        for name, found in [("a", "a"), ("b", "b"), *((no, None) for no in strangers)]:
             self.assertEqual(getattr(registry.find(name), "name", None), found)
 
     def test_a_registered_tool_no_longer_changes_with_what_it_was_made_from(self) -> None:

@@ -596,8 +596,7 @@ def _compile_items(item: Check) -> Check:
 
 
 def _compile_members(schema: JsonObject, is_forbidden: Forbids) -> Check:
-    required = schema.get("required", ())
-    members = [(name, _compile(inner, is_forbidden), name in required)
+    members = [(name, _compile(inner, is_forbidden), name in schema.get("required", ()))
                for name, inner in schema["properties"].items()]
     declared = frozenset(schema["properties"]) if "additionalProperties" in schema else None
 
@@ -632,8 +631,9 @@ def names_in(value: Any) -> set[str]:
 
 def levels_of(value: Any) -> int:
     """Count the levels of plain JSON: a scalar is 0, a flat object 1."""
-    is_container = type(value) is dict or type(value) is list
-    return 1 + max(map(levels_of, _children(value)), default=0) if is_container else 0
+    if type(value) is not dict and type(value) is not list:
+        return 0
+    return 1 + max(map(levels_of, _children(value)), default=0)
 
 
 def _compile_inside(schema: JsonObject, kind: type, is_forbidden: Forbids) -> Check | None:
@@ -699,13 +699,12 @@ def _compile(schema: JsonObject, is_forbidden: Forbids) -> Check:
         ((), keyword, schema[keyword])
         for keyword in (["type"] if names else _OPTIONS) if keyword in schema]
 
-    kinds = dict.fromkeys(
-        [kind for name in names for kind in _TYPES[name]] if names
-        else map(type, options) if mismatch else ())
     # Each type hands on what is none of its own.
     return functools.reduce(
         lambda otherwise, kind: _compile_kind(schema, kind, is_forbidden, otherwise),
-        kinds, lambda value: mismatch)
+        dict.fromkeys(
+        [kind for name in names for kind in _TYPES[name]] if names
+        else map(type, options) if mismatch else ()), lambda value: mismatch)
 
 
 def _declared_levels(schema: JsonObject) -> float:
@@ -715,8 +714,9 @@ def _declared_levels(schema: JsonObject) -> float:
     names = _type_names(schema) or [*_TYPES]
     inner = [*([schema.get("items")] if "array" in names else []),
              *(schema.get("properties", {"": None}).values() if "object" in names else [])]
-    depths = [math.inf if part is None else _declared_levels(part) for part in inner]
-    return 1 + max(depths, default=0) if {"array", "object"} & {*names} else 0
+    return 1 + max(
+        [math.inf if part is None else _declared_levels(part) for part in inner], default=0,
+    ) if {"array", "object"} & {*names} else 0
 
 
 def _problem(path: Tokens, rule: str, limit: Any) -> Problem:
@@ -736,15 +736,12 @@ class Contract:
         self._text: Final = json.dumps(plain_json({**schema}))
         self._schema: Final[JsonObject] = _decode_canonical(self._text)
         self._is_forbidden: Final = is_forbidden
+        # How deep a value of it can be; infinity where something is left open.
+        self.levels: Final = _declared_levels(self._schema)
 
     @cached_property
     def _judge(self) -> Check:
         return _compile(self._schema, self._is_forbidden)
-
-    @cached_property
-    def levels(self) -> float:
-        """How deep a value of it can be; infinity where something is left open."""
-        return _declared_levels(self._schema)
 
     @property
     def schema(self) -> JsonObject:
@@ -759,8 +756,9 @@ class Contract:
         """Tell whether a JSON Pointer leads only through declared fields and array indexes."""
         schema: Any = self._schema
         for token in tokens_of(path):
-            items = schema.get("items") if re.fullmatch("0|[1-9][0-9]{0,5}", token) else None
-            schema = schema.get("properties", {}).get(token, items)
+            is_index = re.fullmatch("0|[1-9][0-9]{0,5}", token)
+            schema = schema.get("properties", {}).get(
+                token, schema.get("items") if is_index else None)
             if schema is None:
                 return False
         return path == pointer(tokens_of(path))
@@ -823,9 +821,6 @@ _FORBIDDEN_NAMES: Final[dict[str, set[str]]] = {
         "secret", "clientsecret", "password", "passwd", "passphrase", "passcode", "pwd", "cookie",
         "credential", "privatekey", "accesskey", "sessionid", "jwt", "bearer", "otp"},
 }
-# The last capital of several belongs to what follows (`APIKey`), or to the others (`TOKENvalue`).
-_HUMPS: Final = (r"(?<=[A-Z])(?=[A-Z][a-z])", r"(?<=[A-Z][A-Z])(?=[a-z])")
-
 
 def _words_of(name: str) -> list[list[str]]:
     """Split a name at separators, digits and humps, in both ways to read a hump.
@@ -838,8 +833,10 @@ def _words_of(name: str) -> list[list[str]]:
         if unicodedata.category(character) not in ("Mn", "Mc", "Me", "Cf")
         and character not in "\u115f\u1160")       # fillers: letters to Unicode, nothing to the eye
     # Case folds last: before, it would have levelled the humps.
+    # The last of several capitals belongs to what follows (`APIKey`), or to them (`TOKENvalue`).
     return [[word.casefold() for word in re.split(
-        r"[\W\d_]+|(?<=[a-z])(?=[A-Z])|" + hump, seen) if word] for hump in _HUMPS]
+        r"[\W\d_]+|(?<=[a-z])(?=[A-Z])|" + hump, seen) if word]
+        for hump in (r"(?<=[A-Z])(?=[A-Z][a-z])", r"(?<=[A-Z][A-Z])(?=[a-z])")]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -869,7 +866,6 @@ def is_forbidden_name(name: str, role: str, exempt_names: tuple[str, ...] = ()) 
         len(name) > MAX_NAME_LENGTH or _spells_forbidden(name, role))
 
 
-_LITERAL = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)     # an escape or a class
 _INNERMOST = re.compile(r"\([^()]*\)")    # a group that holds no other
 _REPETITION: Final = r"(?:[*+]|\{(?:[0-9]+|[0-9]*,[0-9]*)\})"
 
@@ -917,10 +913,9 @@ def is_sound_pattern(pattern: str) -> bool:
 
     # Only what compiles is scanned, so that every class has an end. What is left is bare syntax:
     # a `$`, `|` or `(` in it means what it says.
-    syntax = _LITERAL.sub(".", pattern)
-    anchored = syntax.startswith("^") and syntax.endswith("$")
+    syntax = re.sub(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", ".", pattern, flags=re.DOTALL)
     # An inline flag would undo the ASCII classes, and `(?#` hides a comment.
-    return anchored and "|" not in syntax and not (
+    return (syntax.startswith("^") and syntax.endswith("$")) and "|" not in syntax and not (
         re.search(r"\(\?[aiLmsux#-]", syntax) or _repeats_a_repetition(syntax))
 
 
@@ -1441,10 +1436,8 @@ class Refused(Exception):
         retry_after_ms: int | None = None, gate: str = "", problems: Iterable[Problem] = (),
     ) -> None:
         self.code = ERROR_CATALOG[code].code  # a `KeyError` for a code that nobody classified
-        self.status_ref = status_ref
-        self.retry_after_ms = retry_after_ms
-        self.gate = gate
-        self.problems = tuple(problems)
+        self.status_ref, self.retry_after_ms = status_ref, retry_after_ms
+        self.gate, self.problems = gate, tuple(problems)
         self.error: Exception | None = None
 
 
@@ -1584,8 +1577,9 @@ def malformed(reason: str, given: object = None) -> Malformed:
 
 def _fixed_arguments(arguments: object) -> str | Malformed:
     if type(arguments) is Malformed:  # an inbound adapter could not read them
-        sound = is_identifier(arguments.reason) and is_digest(arguments.sha256)
-        _require_host(sound, "malformed arguments", "a word and a SHA-256 in lowercase hex")
+        _require_host(
+            is_identifier(arguments.reason) and is_digest(arguments.sha256),
+            "malformed arguments", "a word and a SHA-256 in lowercase hex")
         return arguments
     try:
         text = canonical_json(plain_json(arguments))
@@ -1610,8 +1604,8 @@ class ToolCall:
     def __post_init__(self, proposal: ModelProposal) -> None:
         _require_host(type(proposal) is ModelProposal, "proposal", "a ModelProposal")
         _require_host(type(self.context) is ExecutionContext, "context", "an ExecutionContext")
-        name = proposal.name if is_identifier(proposal.name) else MALFORMED_NAME
-        object.__setattr__(self, "name", name)
+        object.__setattr__(
+            self, "name", proposal.name if is_identifier(proposal.name) else MALFORMED_NAME)
         object.__setattr__(self, "arguments", _fixed_arguments(proposal.arguments))
 
 
@@ -1827,19 +1821,16 @@ class ToolSpec:
     @cached_property
     def labels(self) -> JsonObject:
         """What an audit shows of the tool: labels, and a digest that follows what is enforced."""
-        contract_sha256 = digest({
+        return {"name": self.name, **vars(self.revisions), "contract_sha256": digest({
             "kind": "tool-contract", "name": self.name, "risk": self.risk, "consent": self.consent,
             "exempt_names": [*self.exempt_names], "echoes": dict(self.echoes),
             "input_schema": self.input_schema, "output_schema": self.output_schema,
             "max_output_bytes": self.max_output_bytes, "max_output_depth": self.max_output_depth,
             "producer_label": self.producer_label,
-        })
-        return {"name": self.name, **vars(self.revisions), "contract_sha256": contract_sha256}
+        })}
 
 
 _REVISION_NAMES: Final = tuple(Revisions.__dataclass_fields__)
-_UNREGISTERED_LABELS: Final = dict.fromkeys(  # what an audit shows of a tool that does not exist
-    ("name", *_REVISION_NAMES, "contract_sha256"), "unregistered")
 _DESCRIPTION: Final[dict[str, JsonObject]] = {
     "name": {"type": "string", "maxLength": 64, "pattern": r"^[A-Za-z][A-Za-z0-9_-]*$"},
     "description": {"type": "string", "minLength": 1, "maxLength": MAX_PROSE},
@@ -1862,10 +1853,6 @@ def _require_author(tool: str, *rules: tuple[bool, str]) -> None:
             raise ContractError(f"tool {tool}: {rule}")
 
 
-# The marks of a function whose call runs nothing yet.
-_BEGINS_ONLY: Final = inspect.CO_COROUTINE | inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
-
-
 def _is_plain_function(function: Any) -> bool:
     """Tell whether calling this does something, and does not only begin it."""
     while isinstance(function, functools.partial):
@@ -1873,7 +1860,8 @@ def _is_plain_function(function: Any) -> bool:
     # A function and a method have code; any other object is called by its type's `__call__`.
     called = function if hasattr(function, "__code__") else type(function).__call__
     flags = getattr(getattr(called, "__code__", None), "co_flags", 0)
-    return callable(function) and not flags & _BEGINS_ONLY
+    return callable(function) and not flags & (
+        inspect.CO_COROUTINE | inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR)
 
 
 def _require_sound_tool(spec: ToolSpec) -> None:
@@ -1996,9 +1984,9 @@ def _ask_rules(spec: ToolSpec, arguments: JsonObject) -> Verdict:
             type(problem) is Problem and type(problem.path) is str and type(problem.rule) is str
             and re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]{0,63}", problem.rule)
             and spec.input_contract.declares(problem.path) for problem in answer):
-        wrong = Problem("", "rules", "must answer a list of Problem, each with the pointer of a"
-                        " declared field and a rule of letters, digits, - and _")
-        return Verdict("TOOL_ERROR", (wrong,))
+        return Verdict("TOOL_ERROR", (Problem(
+            "", "rules", "must answer a list of Problem, each with the pointer of a declared field"
+            " and a rule of letters, digits, - and _"),))
     return Verdict("INVALID_ARGUMENTS" if answer else "OK", tuple(answer))
 
 
@@ -2018,8 +2006,9 @@ class Invocation:
         _require_host(type(self.principal) is Principal, "principal", "a Principal")
         _require_host(type(self.call) is ToolCall, "call", "a ToolCall")
         spec = self.spec
-        sound = spec is None or (type(spec) is ToolSpec and spec.name == self.call.name)
-        _require_host(sound, "spec", "None or the ToolSpec of the call's name")
+        _require_host(
+            spec is None or (type(spec) is ToolSpec and spec.name == self.call.name),
+            "spec", "None or the ToolSpec of the call's name")
 
     @property
     def tool(self) -> ToolSpec:
@@ -2031,7 +2020,8 @@ class Invocation:
     @property
     def labels(self) -> JsonObject:
         """The tool's labels and its contract's digest, all `unregistered` for an unknown tool."""
-        return self.spec.labels if self.spec else _UNREGISTERED_LABELS
+        return self.spec.labels if self.spec else dict.fromkeys(
+            ("name", *_REVISION_NAMES, "contract_sha256"), "unregistered")
 
     def arguments(self) -> Any:
         """Decode a fresh copy of the arguments: one for each of the tool author's callables."""
@@ -2053,8 +2043,8 @@ class Invocation:
         if self.spec is None:
             return Verdict("UNKNOWN_TOOL")
         if isinstance(self.call.arguments, Malformed):
-            reason = Problem("", self.call.arguments.reason, "could not be read")
-            return Verdict("INVALID_ARGUMENTS", (reason,))
+            return Verdict("INVALID_ARGUMENTS", (
+                Problem("", self.call.arguments.reason, "could not be read"),))
         problems = self.spec.input_contract.problems(self.arguments())
         if problems:
             return Verdict("INVALID_ARGUMENTS", tuple(problems))
@@ -2168,8 +2158,8 @@ def is_eligible(approver_id: str, subject_id: str, consent: str) -> bool:
     Directories often ignore the case of letters, so another spelling of the subject is nobody else;
     under consent `own` exactly the subject is eligible, still in no other spelling.
     """
-    is_same = approver_id.casefold() == subject_id.casefold()
-    return not is_same or (consent == "own" and approver_id == subject_id)
+    return approver_id.casefold() != subject_id.casefold() or (
+        consent == "own" and approver_id == subject_id)
 
 
 def _require_approvers(approvers: Any) -> dict[str, set[str]]:
@@ -2195,8 +2185,7 @@ class ApprovalAuthority:
     ) -> None:
         _require_host(type(key) is bytes and len(key) >= 32, "key", "bytes, at least 32")
         _require_count("max_seconds", max_seconds, 1, MAX_APPROVAL_SECONDS)
-        self._key = key
-        self._max_seconds = max_seconds
+        self._key, self._max_seconds = key, max_seconds
         self._approvers = _require_approvers(approvers)
         self._revoked: set[str] = set()
 
@@ -2244,20 +2233,21 @@ class ApprovalAuthority:
     def _may_approve(self, approver_id: str, invocation: Invocation) -> bool:
         principal = invocation.principal
         consent = invocation.spec.consent if invocation.spec else "another"
-        listed = self._approvers.get(principal.tenant_id, ())
         # The subject's own consent needs no place on the list, and `dismiss` does not stop it.
         return is_eligible(approver_id, principal.subject_id, consent) and (
-            approver_id in listed or approver_id == principal.subject_id)
+            approver_id == principal.subject_id
+            or approver_id in self._approvers.get(principal.tenant_id, ()))
 
     def _mac(self, approval: Approval, invocation: Invocation, resource: object) -> str:
         """Sign what was seen: the call, its purpose, the contract, the resource, and the consent.
 
         `verify` has seen that no part holds a space, so joined by spaces they are unambiguous.
         """
-        revision = resource.revision if isinstance(resource, Resource) else ""
         signed = " ".join(map(str, (
             "approval", invocation.identity, invocation.fingerprint("dispatch"),
-            *invocation.labels.values(), revision, *approval.public().values())))
+            *invocation.labels.values(),
+            resource.revision if isinstance(resource, Resource) else "",
+            *approval.public().values())))
         return hmac.digest(self._key, signed.encode("utf-8", "surrogatepass"), "sha256").hex()
 
 
@@ -2337,7 +2327,11 @@ def _provenance(invocation: Invocation, evidence: Evidence | None, recorded_at: 
 
 
 def _model_result(invocation: Invocation, ending: Ending) -> JsonObject:
-    """Write the model's projection. Its canonical text is what a provider payload carries."""
+    """Write the model's projection; its canonical text is what a provider payload carries.
+
+    It holds no identity, no key and no reference: whatever a model is made to repeat, it has none
+    of them to give away (invariant 8).
+    """
     policy = policy_of(ending.code)
     evidence = ending.evidence
 
@@ -2359,8 +2353,8 @@ def _unbound_audit(invocation: Invocation, ending: Ending) -> JsonObject:
     """Write the host's projection, all but its digests."""
     call, evidence = invocation.call, ending.evidence
     # Shown only where an operation can be found by it; an unknown one may be another key's.
-    own_ref = invocation.status_ref if ending.code in ("OK", "OUTPUT_CONTRACT_VIOLATION") else None
-    found_by = ending.status_ref if ending.code == "OUTCOME_UNKNOWN" else own_ref
+    found_by = ending.status_ref if ending.code == "OUTCOME_UNKNOWN" else (
+        invocation.status_ref if ending.code in ("OK", "OUTPUT_CONTRACT_VIOLATION") else None)
 
     return {
         "schema_version": AUDIT_VERSION,
@@ -2389,7 +2383,11 @@ def _unbound_audit(invocation: Invocation, ending: Ending) -> JsonObject:
 
 
 def build_package(invocation: Invocation, ending: Ending) -> Package:
-    """Build the one package that this invocation with this ending has (invariants 9 and 10)."""
+    """Build the one package that this invocation with this ending has (invariants 9 and 10).
+
+    Everything that is not in the ending comes from the invocation, so whoever has both, a host a
+    year later or a reviewer elsewhere, builds the same package to the byte.
+    """
     principal = invocation.principal
     model_result = _model_result(invocation, ending)
     audit = _unbound_audit(invocation, ending)
@@ -2416,8 +2414,8 @@ def _data_problems(invocation: Invocation, data: JsonObject) -> Iterator[Problem
             yield Problem(pointer(("data", name)), "echo", "must equal the argument that it echoes")
 
     # Where nothing is left open the contract itself says how deep its values are.
-    deepest = spec.output_contract.levels
-    if deepest > spec.max_output_depth and levels_of(data) > spec.max_output_depth:
+    if spec.output_contract.levels > spec.max_output_depth and (
+            levels_of(data) > spec.max_output_depth):
         yield _problem(("data",), "depth", spec.max_output_depth)
 
 
@@ -2458,8 +2456,9 @@ def _examined_output(
     try:
         data = plain_json(result.data)  # the rest is texts, which nobody can change
     except JsonError as error:
-        message = f"{error}; convert what is no dict, list, str, int, float, bool or None"
-        return None, [Problem("/data", error.reason, message)]
+        return None, [Problem(
+            "/data", error.reason,
+            f"{error}; convert what is no dict, list, str, int, float, bool or None")]
     return _evidence(invocation, {**result._asdict(), "data": data})
 
 
@@ -2491,7 +2490,6 @@ _ASSERTIONS: Final = Contract(open_object(
             "type": ["string", "null"], "maxLength": 39, "pattern": "^status_[0-9a-f]{32}$"}),
     ),
 ))
-_NO_ENDING: Final = Ending("TOOL_ERROR", "")     # beside problems, for nobody to look at
 _ASSERTED_AT: Final = {
     "data": "/model_result", "resource_revision": "/model_result/provenance",
     "observed_at": "/model_result/provenance", "request_id": "/protected_audit/downstream",
@@ -2500,12 +2498,17 @@ _ASSERTED_AT: Final = {
 
 
 def _unbelievable(assertions: Contract, package: object) -> list[Problem]:
+    """Judge what a package asserts by its shape alone; what it should have is `missing`."""
     return [problem._replace(rule="missing") if problem.rule == "required" else problem
             for problem in assertions.problems(package)]
 
 
 def _is_possible_code(invocation: Invocation, code: str) -> bool:
-    """Tell whether this call could have come to the gate that ends with this code."""
+    """Tell whether this call could have come to the gate that ends with this code.
+
+    A read never meets the gates of a write, a write without key no gate behind `idempotency`, and
+    arguments that were not accepted nothing behind `input`.
+    """
     verdict, met_by = invocation.verdict.code, policy_of(code).met_by
     if verdict != "OK":  # it ended at the verdict, or at a gate that stands before it
         return code == verdict or met_by == _ANY_CALL
@@ -2530,8 +2533,8 @@ def _is_possible_approval(
         return False
     if fresh_at is None:
         return True
-    age = datetime.fromisoformat(fresh_at[:-1]) - _EPOCH
-    return is_within(approval["expires_at"] - int(age.total_seconds()), 1, MAX_APPROVAL_SECONDS)
+    ran = datetime.fromisoformat(fresh_at[:-1]) - _EPOCH
+    return is_within(approval["expires_at"] - int(ran.total_seconds()), 1, MAX_APPROVAL_SECONDS)
 
 
 def _implausible(
@@ -2554,10 +2557,9 @@ def _implausible(
 
     if code == "OK" and all(possible.values()):
         fresh_at = audit["recorded_at"] if delivery == "fresh" else None
-        writes = invocation.tool.writes
-        possible["/model_result/execution/delivery"] = writes or delivery == "fresh"
-        possible["/protected_audit/approval"] = (
-            not writes or _is_possible_approval(invocation, audit["approval"], fresh_at))
+        possible["/model_result/execution/delivery"] = invocation.tool.writes or delivery == "fresh"
+        possible["/protected_audit/approval"] = not invocation.tool.writes or (
+            _is_possible_approval(invocation, audit["approval"], fresh_at))
     return [Problem(path, "impossible", "must follow from the call")
             for path, is_possible in possible.items() if not is_possible]
 
@@ -2587,18 +2589,18 @@ def _asserted_ending(invocation: Invocation, package: Any) -> tuple[Ending, list
     """Take the assertions out of a plain package, vet them, return the ending they describe."""
     problems = _unbelievable(_ASSERTIONS, package)
     if problems:
-        return _NO_ENDING, problems
+        return Ending("TOOL_ERROR", ""), problems
     model, audit = package["model_result"], package["protected_audit"]
     code = model["error"]["code"] if model["error"] else "OK"
     problems = _implausible(invocation, code, model, audit)
     if problems:
-        return _NO_ENDING, problems
+        return Ending("TOOL_ERROR", ""), problems
 
     if code != "OK":  # an error has no evidence, whatever it asserts
-        retry_after_ms = model["error"]["retry_after_ms"] if takes_retry_after(code) else None
         return Ending(
             code, audit["recorded_at"], status_ref=audit["downstream"]["status_ref"],
-            retry_after_ms=retry_after_ms), []
+            retry_after_ms=(
+                model["error"]["retry_after_ms"] if takes_retry_after(code) else None)), []
     evidence, problems = _asserted_evidence(invocation, model, audit)
     return Ending(
         code, audit["recorded_at"], model["execution"]["delivery"], evidence,
@@ -2625,8 +2627,8 @@ def _compare(
         elif other is _ABSENT:
             found.append(Problem(pointer((*path, name)), "missing", "must be present"))
         elif not same_json(value, other):
-            message = "must be what trusted context leads to"
-            found.append(Problem(pointer((*path, name)), "rebuilt", message))
+            found.append(Problem(
+                pointer((*path, name)), "rebuilt", "must be what trusted context leads to"))
 
     if len(actual) > len(expected) or not actual.keys() <= expected.keys():
         found.append(Problem(pointer(path), "unexpected", "must hold no other field"))
@@ -2670,9 +2672,9 @@ def _is_turn(invocations: Any) -> bool:
     if not all(type(invocation) is Invocation for invocation in invocations):
         return False
     contexts = [invocation.call.context for invocation in invocations]
-    turns = {(invocation.principal, context.profile, context.response_id)
-             for invocation, context in zip(invocations, contexts, strict=True)}
-    return len(turns) == 1 and len({context.call_id for context in contexts}) == len(contexts)
+    return len({context.call_id for context in contexts}) == len(contexts) and len({
+        (invocation.principal, context.profile, context.response_id)
+        for invocation, context in zip(invocations, contexts, strict=True)}) == 1
 
 
 _ASSERTED_CALL: Final = Contract(open_object(
@@ -2680,7 +2682,11 @@ _ASSERTED_CALL: Final = Contract(open_object(
 
 
 def _rebuild_set(invocations: Any, packages: Any) -> tuple[list[Package], list[Problem]]:
-    """Return the rebuilt packages in call order, and all problems of the turn."""
+    """Return the rebuilt packages in call order, and all problems of the turn.
+
+    Which call a package answers is its own assertion, and only finds the invocation: the package is
+    then rebuilt for that one, so two results with exchanged ids both fail.
+    """
     if not _is_turn(invocations) or not is_sequence(packages) or len(packages) > MAX_CALLS:
         return [], [Problem("", "turn", "must be the calls and results of one turn")]
     expected = {invocation.call.context.call_id: invocation for invocation in invocations}
@@ -2698,8 +2704,8 @@ def _rebuild_set(invocations: Any, packages: Any) -> tuple[list[Package], list[P
             rebuilt[call_id], found = _rebuild(expected[call_id], package)
         problems += [problem._replace(path=f"/{index}{problem.path}") for problem in found]
 
-    unanswered = len(expected.keys() - rebuilt.keys())
-    problems += [Problem("", "missing", "must answer every call")] * unanswered
+    problems += [Problem("", "missing", "must answer every call")] * len(
+        expected.keys() - rebuilt.keys())
     return [rebuilt[call_id] for call_id in expected if call_id in rebuilt], problems
 
 
@@ -2755,8 +2761,8 @@ class Operation(NamedTuple):
         """Tell whether a status query may ask the downstream: the outcome is unknown, or the claim
         is presumed abandoned, for its lease and its deadline have ended (half-open, in seconds).
         """
-        ends = max(self.command.now + lease_seconds, self.command.deadline or 0)
-        return self.state == "unknown" or (self.state == "in_progress" and now >= ends)
+        return self.state == "unknown" or (self.state == "in_progress" and now >= max(
+            self.command.now + lease_seconds, self.command.deadline or 0))
 
 
 class Ledger(Protocol):
@@ -2857,8 +2863,9 @@ class MemoryLedger:
 
     def unresolved(self) -> list[Operation]:
         with self._lock:
-            standing = [each for each in self._operations.values() if each.state != "committed"]
-            return sorted(standing, key=lambda each: each.command.now)
+            return sorted(
+                (each for each in self._operations.values() if each.state != "committed"),
+                key=lambda each: each.command.now)
 
     def _move(self, operation: Operation, to: Any, *states: str) -> bool:
         """Move the very attempt from one of these states to another; tell whether it was there."""
@@ -2909,9 +2916,9 @@ _SELECT: Final = "SELECT record, state, evidence FROM tool_operations_v1"
 def _record_of(operation: Operation) -> str:
     """Write what never changes of an operation: all but its state and its evidence."""
     principal, *order = operation.command
-    by = [principal.tenant_id, principal.subject_id, principal.roles]
     return canonical_json([
-        operation.scope, operation.matter, operation.intent, [by, *order],
+        operation.scope, operation.matter, operation.intent,
+        [[principal.tenant_id, principal.subject_id, principal.roles], *order],
         operation.approval, operation.attempt])
 
 
@@ -3015,16 +3022,16 @@ class SqlLedger(contextlib.AbstractContextManager["SqlLedger"]):
         raise LedgerError("what was in the way was gone, time and again, before it could be read")
 
     def doubt(self, operation: Operation) -> bool:
-        update = (
+        return self._run(
             "UPDATE tool_operations_v1 SET state = 'unknown'"
-            " WHERE scope = ? AND attempt = ? AND state = 'in_progress'")
-        return self._run(update, digest(operation.scope), operation.attempt)[0] == 1
+            " WHERE scope = ? AND attempt = ? AND state = 'in_progress'",
+            digest(operation.scope), operation.attempt)[0] == 1
 
     def release(self, operation: Operation) -> bool:
-        delete = (
+        return self._run(
             "DELETE FROM tool_operations_v1"
-            " WHERE scope = ? AND attempt = ? AND state <> 'committed'")
-        return self._run(delete, digest(operation.scope), operation.attempt)[0] == 1
+            " WHERE scope = ? AND attempt = ? AND state <> 'committed'",
+            digest(operation.scope), operation.attempt)[0] == 1
 
     def unresolved(self) -> list[Operation]:
         rows = self._run(_SELECT + " WHERE state <> 'committed'")[1]
@@ -3108,8 +3115,7 @@ class RunBudget:
         _require_count("max_calls", max_calls, 1)
         _require_count("max_repeats", max_repeats, 1)
         _require_count("max_effects", max_effects, 0)
-        self._max_calls, self._max_repeats = max_calls, max_repeats
-        self._max_effects = max_effects
+        self._max_calls, self._max_repeats, self._max_effects = max_calls, max_repeats, max_effects
         self._effects: Counter[Scope] = Counter()       # attempts at each, of which one may act
         self._requests: dict[str, str] = {}     # by call identity
         self._lock = threading.Lock()
@@ -3119,8 +3125,8 @@ class RunBudget:
         with self._lock:
             if identity in self._requests:
                 return True
-            repeats = sum(other == request for other in self._requests.values())
-            if len(self._requests) >= self._max_calls or repeats >= self._max_repeats:
+            if len(self._requests) >= self._max_calls or self._max_repeats <= sum(
+                    other == request for other in self._requests.values()):
                 return False
             self._requests[identity] = request
             return True
@@ -3151,13 +3157,17 @@ def _reach_resource(invocation: Invocation) -> Resource:
     if answer is None:
         raise _Stop("NOT_FOUND")
     if not is_resource(answer):
-        wrong = Problem("", "resource", "must be a Resource (identifier, bool) or None")
-        raise _Stop("NOT_FOUND", gate="authorization", problems=[wrong])
+        raise _Stop("NOT_FOUND", gate="authorization", problems=[
+            Problem("", "resource", "must be a Resource (identifier, bool) or None")])
     return answer
 
 
 def _obstacle_in(standing: Operation, invocation: Invocation) -> Refused | None:
-    """Judge what stands in the way: an open outcome, another intent, or nothing but a replay."""
+    """Judge what stands in the way: an open outcome, another intent, or nothing but a replay.
+
+    The order is a promise: were the intent judged first, another key or revision would hide that
+    nobody knows yet what these very arguments have done.
+    """
     # A new key, another provider or a new revision is no way around an open outcome (invariant 7).
     if standing.state != "committed" and standing.matter == invocation.matter:
         return _Stop("OUTCOME_UNKNOWN", standing.status_ref)
@@ -3182,12 +3192,8 @@ class Dispatcher:
     ) -> None:
         _require_count("lease_seconds", lease_seconds, 1)
 
-        self.registry = registry
-        self.authority = authority
-        self.ledger = ledger
-        self._observe = observe
-        self._on_fault = on_fault
-        self._lease_seconds = lease_seconds
+        self.registry, self.authority, self.ledger = registry, authority, ledger
+        self._observe, self._on_fault, self._lease_seconds = observe, on_fault, lease_seconds
 
     def resolve(self, principal: Principal, call: ToolCall) -> Invocation:
         """Return the trusted context of a call. Raises `HostContextError` for anything else."""
@@ -3247,8 +3253,8 @@ class Dispatcher:
         """
         self._enter("host_context")
         invocation = self.resolve(principal, call)
-        is_reason = type(reason) is str and reason in _DECLINED
-        _require_host(is_reason, "reason", "rejected or cancelled")
+        _require_host(
+            type(reason) is str and reason in _DECLINED, "reason", "rejected or cancelled")
         _require_instants(now=now)
 
         try:
@@ -3284,9 +3290,8 @@ class Dispatcher:
         try:
             self._admit(invocation, "query_status", now)
 
-            operation = self._require_operation(
-                invocation, status_ref, expected_request_sha256, now)
-            return self._settle(invocation, operation, now)
+            return self._settle(invocation, self._require_operation(
+                invocation, status_ref, expected_request_sha256, now), now)
         except _Stop as refusal:
             return self._answer_refusal(invocation, refusal, now)
 
@@ -3308,7 +3313,10 @@ class Dispatcher:
             self._observe(gate)
 
     def _require(self, gate: str, holds: bool, code: str) -> None:
-        """Pass a gate that needs nothing but one fact."""
+        """Pass a gate that needs nothing but one fact.
+
+        The fact is a value and no question, so that a gate is entered before anything is asked.
+        """
         self._enter(gate)
         if not holds:
             raise _Stop(code)
@@ -3335,8 +3343,8 @@ class Dispatcher:
         if code == "OK":
             return
         # The model's own mistake is nobody's fault; rules that raised or answered nonsense are.
-        gate = "" if code == "INVALID_ARGUMENTS" else "input"
-        refusal = _Stop(code, gate=gate, problems=problems)
+        refusal = _Stop(
+            code, gate="" if code == "INVALID_ARGUMENTS" else "input", problems=problems)
         refusal.error = error
         raise refusal
 
@@ -3388,13 +3396,12 @@ class Dispatcher:
             raise _Stop("NOT_FOUND")  # unknown, released, or another principal's (invariant 4)
 
         asked = invocation.scope, invocation.matter, request_sha256, invocation.intent[1:4]
-        stands = (operation.scope, operation.matter, operation.command.request_sha256,
-                  operation.intent[1:4])
-        if asked != stands or not invocation.tool.writes:
+        if asked != (operation.scope, operation.matter, operation.command.request_sha256,
+                  operation.intent[1:4]) or not invocation.tool.writes:
             raise _Stop("STATUS_CONFLICT")
         # After a deployment the contract differs; whether nothing happened can still be asked.
-        is_open = operation.is_open_to_query(now, self._lease_seconds)
-        if operation.intent != invocation.intent and not is_open:
+        if operation.intent != invocation.intent and (
+                not operation.is_open_to_query(now, self._lease_seconds)):
             raise _Stop("STATUS_CONFLICT")
         return operation
 
@@ -3404,8 +3411,8 @@ class Dispatcher:
         """Only a receipt of this very effect, under this contract, settles it (invariant 7)."""
         due = [operation.status_ref, operation.command.request_sha256, operation.intent.effect]
         if type(answer) is not Receipt or not same_json(due, [*answer[:len(due)]]):
-            wrong = Problem("", "receipt", "must be this operation's Receipt, NoEffect or None")
-            raise _Stop("STATUS_CONFLICT", gate="receipt", problems=[wrong])
+            raise _Stop("STATUS_CONFLICT", gate="receipt", problems=[
+                Problem("", "receipt", "must be this operation's Receipt, NoEffect or None")])
         if operation.intent != invocation.intent:
             raise _Stop("STATUS_CONFLICT")
         return self._require_output(invocation, answer.result)
@@ -3434,8 +3441,8 @@ class Dispatcher:
 
     def _read(self, invocation: Invocation, command: Command) -> Package:
         self._enter("handler")
-        result = self._run_handler(invocation, command, "TOOL_ERROR")
-        evidence = self._require_output(invocation, result)
+        evidence = self._require_output(
+            invocation, self._run_handler(invocation, command, "TOOL_ERROR"))
         return self._succeed(invocation, "fresh", evidence, None, command.now)
 
     def _write(
@@ -3491,8 +3498,8 @@ class Dispatcher:
                 raise
             # It proved that nothing began. Where its own attempt stands all the same, a receipt has
             # settled that meanwhile: then the record is right, and the effect was used.
-            is_released = self.ledger.release(operation)
-            other = None if is_released else self.ledger.find_standing(*operation[:2])
+            other = None if self.ledger.release(operation) else (
+                self.ledger.find_standing(*operation[:2]))
             if budget and (other is None or other.attempt != operation.attempt):
                 budget.give_back_effect(operation.scope)
             return refusal if other is None else (
@@ -3510,8 +3517,8 @@ class Dispatcher:
         if standing.attempt != operation.attempt:
             # A replay of the other attempt would hide that there were two effects: the host hears.
             wrong = Problem("", "attempt", "has acted after NoEffect said that it never would")
-            gate = "handler" if delivery == "fresh" else "receipt"
-            return _Stop("OUTCOME_UNKNOWN", operation.status_ref, gate=gate, problems=[wrong])
+            return _Stop("OUTCOME_UNKNOWN", operation.status_ref, problems=[wrong],
+                         gate="handler" if delivery == "fresh" else "receipt")
         if standing.evidence is not evidence:  # `commit` returns the same object where it stored it
             # Somebody was quicker; what they recorded is what every later replay will say.
             return self._replay(invocation, standing, now)
@@ -3529,9 +3536,9 @@ class Dispatcher:
             return self._forget(invocation, operation, now)
 
         evidence = self._require_receipt(invocation, operation, answer)
-        standing = self.ledger.commit(operation, evidence, now)
         ended = self._answer_commit(
-            invocation, operation, standing, evidence, "receipt_reconciled", now)
+            invocation, operation, self.ledger.commit(operation, evidence, now), evidence,
+            "receipt_reconciled", now)
         if isinstance(ended, Refused):
             raise ended
         return ended
@@ -3539,10 +3546,10 @@ class Dispatcher:
     def _ask_downstream(self, invocation: Invocation, operation: Operation, now: int) -> object:
         """Ask for a receipt; None, "I do not know", settles nothing, and nor does an exception."""
         self._enter("receipt")
-        command = operation.command._replace(arguments=invocation.arguments(), now=now)
         answer: object = ask_author(
             lambda: _Stop("OUTCOME_UNKNOWN", operation.status_ref, gate="receipt"),
-            invocation.tool.find_receipt, command)  # type: ignore[arg-type]
+            invocation.tool.find_receipt or bool,  # a write has it: see part 6
+            operation.command._replace(arguments=invocation.arguments(), now=now))
         if answer is None:
             raise _Stop("OUTCOME_UNKNOWN", operation.status_ref)
         return answer
@@ -4114,9 +4121,7 @@ class MockDownstream:
             "ORDER-8": Order("tenant-a", "user-2", "paid", "ORDER-8-r1"),
             "ORDER-9": Order("tenant-b", "user-1", "paid", "ORDER-9-r1"),
         }
-        self.fault = "none"
-        self.faults_met = 0
-        self.side_effect_count = 0
+        self.fault, self.faults_met, self.side_effect_count = "none", 0, 0
         self._requests = itertools.count(1)
         self._receipts: dict[str | None, Receipt] = {}      # by status reference
 
@@ -4400,8 +4405,7 @@ def _find_case_faults(path: str, case: JsonObject, misshapen: set[str]) -> Itera
         # Only an earlier dispatch has left a reference by the time a status query runs.
         referable = {None} if step["action"] == "dispatch" else {
             earlier["step_id"] for _, earlier in steps[:number] if earlier["action"] == "dispatch"}
-        is_complete = len(steps) == len(case["steps"])  # else it may name one of the misshapen
-        if is_complete and step["status_ref_from"] not in referable:
+        if (len(steps) == len(case["steps"])) and step["status_ref_from"] not in referable:
             yield Problem(where + "/status_ref_from", "reference",
                           "must name an earlier dispatch, and only for a status query")
 
@@ -4516,8 +4520,8 @@ class _CaseRun:
     def report(self, explain: bool) -> JsonObject:
         """Run the steps in order and return what the report says of this case."""
         steps = [self._report_step(step, explain) for step in self.case["steps"]]
-        passed = all(step["passed"] for step in steps)
-        return {"id": self.case["id"], "passed": passed, "steps": steps}
+        return {"id": self.case["id"], "passed": all(step["passed"] for step in steps),
+                "steps": steps}
 
     def _report_step(self, step: JsonObject, explain: bool) -> JsonObject:
         """Run one step and compare its ending, field by field, with what it expects."""
@@ -4566,8 +4570,8 @@ class _CaseRun:
             return []
         if step["approval"] == "mismatched":  # given to another operation
             own = step["execution_context"]["operation_id"]
-            other = _bind_step(step, operation_id="another" if own == "other" else "other")
-            invocation = self.dispatcher.resolve(self.principal, other)
+            invocation = self.dispatcher.resolve(self.principal, _bind_step(
+                step, operation_id="another" if own == "other" else "other"))
 
         # One that ends at `now` itself is expired: an approval is half-open, like a deadline.
         now, seconds = (
@@ -4698,8 +4702,8 @@ def _read_fixture(source: str | None) -> JsonObject:
     if source == "-":
         return _require_fixture(lambda: _decode_file(sys.stdin.buffer))
     # Its own file, wherever the command is called from; an empty name is a file that is not there.
-    bundled = pathlib.Path(__file__).with_name("tool-cases.json")
-    return load_fixture(bundled if source is None else source)
+    return load_fixture(
+        pathlib.Path(__file__).with_name("tool-cases.json") if source is None else source)
 
 
 def _select_cases(fixture: JsonObject, case_ids: list[str]) -> JsonObject:
@@ -4778,8 +4782,7 @@ def _lay_out_step(case_id: str, step: JsonObject, width: int | None) -> Iterator
     if "code" in step and "explanation" not in step:
         # Endings stand in one column, behind which the longest code fits; two spaces part them from
         # a name that is longer.
-        column = min(54, (width or WIDTH) - 55)
-        line = f"{line:<{column}}  " + (
+        line = f"{line:<{min(54, (width or WIDTH) - 55)}}  " + (
             "{code}  {outcome}  {delivery}  effects {side_effect_count}".format_map(step))
     yield from _fit(line, width)
 
@@ -4822,8 +4825,8 @@ def _answer_command(options: argparse.Namespace) -> tuple[str, int]:
     if options.tools:
         return _write_json(advertise_tools(demo_dispatcher().registry, PROFILES[options.tools])), 0
 
-    fixture = _select_cases(_read_fixture(options.fixture), options.case)
-    report = _run_cases(fixture, options.explain)
+    report = _run_cases(
+        _select_cases(_read_fixture(options.fixture), options.case), options.explain)
     is_terminal = not getattr(sys.stdout, "closed", True) and sys.stdout.isatty()
     as_text = options.format == "text" or (options.format == "auto" and is_terminal)
     return _write_text(report) if as_text else _write_json(report), 0 if report["passed"] else 1
