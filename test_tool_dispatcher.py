@@ -510,6 +510,11 @@ def ecmascript(value: float) -> str:
 class CanonicalJson(unittest.TestCase):
     """What goes out: one text and one digest for each value."""
 
+    def test_without_the_encoder_in_c_the_text_is_the_same(self) -> None:
+        value = {"b": [1, 2.5, None, True, "\u00e9\n"], "a": {}}
+        with patch.object(json.encoder, "c_make_encoder", None):
+            self.assertEqual(td._made_once()(value), td.canonical_json(value))
+
     def test_the_canonical_form_is_that_of_rfc_8785(self) -> None:
         for value, text in [
             ({"b": [1, True], "a": {"d": None, "c": False}},
@@ -1877,6 +1882,14 @@ class Registration(unittest.TestCase):
         strangers: list[Any] = ["A", "a ", "", "c", "a_", None, [], {}, Text("a")]
         for name, found in [("a", "a"), ("b", "b"), *((no, None) for no in strangers)]:
             self.assertEqual(getattr(registry.find(name), "name", None), found)
+
+    def test_what_a_registry_hands_out_before_the_first_call_changes_nothing_either(self) -> None:
+        world = World(tool_with(
+            input_schema=td.closed_object(n={"type": "integer", "minimum": 0}),
+            handler=lambda command: answer({})))
+        spec: Any = world.dispatcher.registry.find("probe")
+        spec.input_schema["properties"]["n"] = {}
+        self.assertEqual(world.refusal(bound("probe", {"n": -1})), ("INVALID_ARGUMENTS", "input"))
 
     def test_a_registered_tool_no_longer_changes_with_what_it_was_made_from(self) -> None:
         """Also not through what a registry hands out, so that `contract_sha256` cannot lie."""
