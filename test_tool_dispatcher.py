@@ -98,6 +98,11 @@ def nested(levels: int, inside: object = 1) -> Any:
     return inside
 
 
+def anything(*values: Any) -> tuple[Any, ...]:
+    """Values of no common type, for a table."""
+    return values
+
+
 def at(document: Any, pointer: str) -> Any:
     """The value at a JSON Pointer."""
     for token in pointer.split("/")[1:]:
@@ -532,6 +537,7 @@ class CanonicalJson(unittest.TestCase):
              '{"1e-07":["1e-07","\\\\\\"1e-07",1e-7,"\\\\"]}'),
             ({"e-1": 1, '"': 2e-10}, '{"\\"":2e-10,"e-1":1}'),
         ]:
+
             self.assertEqual(td.canonical_json(value), text)
             self.assertEqual(td.digest(value), hashlib.sha256(text.encode()).hexdigest())
             self.assertTrue(td.same_json(td.decode_json(text, max_bytes=200), value), text)
@@ -592,6 +598,7 @@ class CanonicalJson(unittest.TestCase):
             ({"a": None}, {}, False), ({"a": 1}, Hostile(a=1), False), ("a", Trap("a"), False),
             ({"a": 1}, {Trap("a"): 1}, False), ([1], CYCLE, False),
         ]:
+
             self.assertIs(td.same_json(left, right), equal, type(right))
 
 
@@ -806,6 +813,7 @@ class Contracts(unittest.TestCase):
             ({"type": "null"}, None, 0, "type"), ({"enum": [None, 1]}, 1, 2, "enum"),
             ({"const": None}, None, 0, "const"), (OPTIONAL, {"a": 1}, {}, "required"),
         ]:
+
             before, loose = copy.deepcopy(schema), td.nullable(schema)
             self.assertTrue(td.require_schema(loose))
             self.assertEqual(td.nullable(loose), loose)
@@ -1142,6 +1150,7 @@ NODES: tuple[tuple[Node, Node, set[str]], ...] = (
      {"narrowed /additionalProperties"}),
     ({**obj(a=TEXT), "required": []}, shut(a=TEXT), {"narrowed "}),
     ({**shut(a=TEXT), "minProperties": 1}, shut(a=TEXT), {"loosened /minProperties"}),
+    ({**shut(a=TEXT), "minProperties": 0}, shut(a=TEXT), {"rewritten /minProperties"}),
     ({"type": "object", "additionalProperties": False},
      {"type": "object", "additionalProperties": False, "properties": {}}, {"rewritten "}),
     (shut(**KEYWORDS), shut(**KEYWORDS), set()),
@@ -1191,11 +1200,11 @@ REFUSED_SCHEMAS: tuple[tuple[object, str], ...] = (
         "not", "if", "patternProperties", "prefixItems", "propertyNames", "contains", "optional",
         "minumum", "$anchor", "$dynamicRef", "unevaluatedProperties", "dependentRequired",
         "maxProperties", "discriminator")),
-    *(({"anyOf": branches}, "/anyOf") for branches in (
+    *(({"anyOf": branches}, "/anyOf") for branches in anything(
         [obj(a=TEXT), obj(b=TEXT)], [{"type": "integer"}, NUMBER], [{"enum": ["a"]}, NUMBER],
         [NULL, NULL], [{"enum": ["a", None]}, NULL], [{"type": ["string", "null"], "maxLength": 1},
         NULL], [{"const": 1}, {"const": 1.0}], [TEXT, {"type": "string", "const": None}],
-        [TEXT, {"type": "null", "const": 1}], [], {}, None)),
+        [TEXT, {"type": "null", "const": 1}], [], {}, None, 5, {"a": TEXT})),
     ({"anyOf": [TEXT, {}]}, "/anyOf/1"), ({"anyOf": [TEXT], "type": "string"}, "/anyOf"),
     ({"allOf": [TEXT, NUMBER]}, "/allOf"), ({"allOf": [TEXT], "nullable": True}, "/allOf"),
     ({"oneOf": [TEXT], "allOf": [TEXT]}, "/allOf"),
@@ -1206,8 +1215,10 @@ REFUSED_SCHEMAS: tuple[tuple[object, str], ...] = (
     ({"enum": ["a"], "minLength": 1}, "/minLength"), ({"nullable": True}, "/nullable"),
     ({"type": "string", "nullable": "yes"}, "/nullable"), ({"enum": []}, "/enum"),
     ({"enum": [float("nan")]}, "/enum"), ({"const": {1: 2}}, "/const"),
-    *(({"type": name}, "/type") for name in ("any", "String", [], ["string", "file"], None, {})),
+    *(({"type": name}, "/type") for name in anything(
+        "any", "String", [], ["string", "file"], None, {})),
     *(({**TEXT, "minLength": bad}, "/minLength") for bad in (10, -1, True, "1", 1.5, None)),
+    *(({**TEXT, "maxLength": bad}, "/maxLength") for bad in (-1, True, "1", 1.5, None)),
     ({"type": "string", "minLength": 51}, "/minLength"), ({**TEXT, "pattern": 5}, "/pattern"),
     ({"type": "array", "minItems": 6}, "/minItems"), ({"type": "array", "items": [TEXT]}, "/items"),
     ({"type": "array", "items": True}, "/items"),
@@ -1317,16 +1328,18 @@ def aliased(width: int, depth: int) -> Node:
 
 ENDLESS_SCHEMA: Node = obj()
 ENDLESS_SCHEMA["properties"]["again"] = ENDLESS_SCHEMA
+WIDE: Node = {"enum": ["x"] * 60_000}
 NOT_SCHEMAS: dict[str, object] = {
     "levels": nest(33, TEXT), "cycle": ENDLESS_SCHEMA, "fan": fan(8, 6), "aliases": aliased(12, 8),
     "chain": {"$ref": "#/$defs/d0", "$defs": {
         f"d{n}": {"$ref": f"#/$defs/d{n + 1}"} for n in range(5_000)}},
     "text": {"type": "object", "description": "x" * 10_000_000},
-    "options": obj(**dict.fromkeys(map("p{}".format, range(1_000)), {"enum": ["x"] * 60_000})),
+    "options": obj(**dict.fromkeys(map("p{}".format, range(1_000)), WIDE)),
     "names": obj(**dict.fromkeys(map("p{}".format, range(200_000)), TEXT)),
     "keywords": dict.fromkeys(map("x-{}".format, range(200_000)), 1),
     "enum": obj(a={"enum": ["x" * 20] * 500_000}), "union": obj(a={"anyOf": [NULL] * 1_000_000}),
-    "pointers": obj(**{"n" * 60_000: obj(**dict.fromkeys("abc", {"type": "string"}))}),
+    "pointers": obj(**{"n" * 60_000: obj(**{name: {"type": "string"} for name in "abc"})}),
+    "keys": {1: {"type": "string"}}, "inner keys": {"properties": {"a": {1: 2}}, "type": "object"},
     "astral": obj(**{"\U0001f378": TEXT}), "number": obj(a={"enum": [10**5_000]}),
 }
 
@@ -1365,20 +1378,23 @@ class ForeignSchemas(unittest.TestCase):
 
     def test_a_root_without_properties_is_a_tool_without_arguments(self) -> None:
         closed = {"type": "object", "properties": {}, "additionalProperties": False}
-        rows = [({}, "narrowed "), ({"additionalProperties": {}}, "narrowed /additionalProperties"),
-                ({"properties": {}}, "narrowed "), ({"additionalProperties": False}, "rewritten ")]
+        rows: list[tuple[Node, str]] = [
+            ({}, "narrowed "), ({"additionalProperties": {}}, "narrowed /additionalProperties"),
+            ({"properties": {}}, "narrowed "), ({"additionalProperties": False}, "rewritten ")]
+
         for said, change in rows:
             self.assertEqual(self.adapted({"type": "object", **said}), (closed, {change}))
         for root in ({"$ref": "#/$defs/none"}, {"allOf": [{"$ref": "#/$defs/none"}]}):
             found, _ = self.adapted({**root, "$defs": {"none": {"type": "object"}}})
             self.assertEqual(found, closed)
-        for root in ({}, True, 5, None, [], "x"):
+        for root in anything({}, True, 5, None, [], "x"):
             self.assertEqual(self.refused_at(root), "(root)")
         self.assertEqual(self.refused_at({"type": "object", "required": ["a"]}), "/required")
 
     def test_a_reference_is_inlined_and_a_change_below_it_listed_once(self) -> None:
-        found = {"a": {"$ref": "#/$defs/a~1b"}, "b": {"$ref": "#/%24defs/a~1b", "title": "mine"},
-                 "c": {"$ref": "#/properties/d/anyOf/0"}, "d": {"anyOf": [TEXT, NULL]}}
+        found: dict[str, Node] = {
+            "a": {"$ref": "#/$defs/a~1b"}, "b": {"$ref": "#/%24defs/a~1b", "title": "mine"},
+            "c": {"$ref": "#/properties/d/anyOf/0"}, "d": {"anyOf": [TEXT, NULL]}}
         contract, changes = self.adapted({**shut(**found), "$defs": {"a/b": {"type": "string"}}})
         long = {"type": "string", "maxLength": 8192}
         self.assertEqual(contract, shut(
@@ -1712,6 +1728,7 @@ class BoundCalls(unittest.TestCase):
                 package = world.dispatch(call)
                 self.assertEqual(call.name, name if kept else "(malformed)")
                 self.assertEqual(world.ending(package), ("UNKNOWN_TOOL", "registry"))
+
                 audit = package["protected_audit"]
                 self.assertEqual(audit["redactions"], [] if kept else ["/name"])
                 labels = ("name", *fields_of(revisions()), "contract_sha256")
@@ -1820,6 +1837,7 @@ class Registration(unittest.TestCase):
             (OPTIONAL, OPTIONAL, {"a": "a"}, True), (TWO, OPTIONAL, {"b": "b"}, False),
             (OPTIONAL, TWO, {"b": "b"}, False),
         ]:
+
             spec = tool_with(input_schema=given, output_schema=taken, echoes=echoes)
             self.assertEqual(registers(spec), fits, (given, taken, echoes))
 
@@ -2382,6 +2400,7 @@ class Identity(unittest.TestCase):
             world = World()
             package = world.dispatch(bound("get_order", first, call_id="call-1"))
             self.assertEqual(code(package), "INVALID_ARGUMENTS")
+
             again = world.dispatch(bound("get_order", second, call_id="call-1"))
             self.assertEqual(again == package, same)
             self.assertEqual(code(again), "INVALID_ARGUMENTS" if same else "CALL_ID_CONFLICT")
@@ -4714,6 +4733,7 @@ class DispatcherOutcome(unittest.TestCase):
                 world.handler.does = td.NotStarted(proof)
                 ending = world.refusal(call, approvals=approvals)
                 self.assertEqual((ending, world.state(call)), ((proof, "handler"), "absent"))
+
         world.handler.does = world.act
         self.assertEqual(kind(world.dispatch(call, approvals=approvals)), FRESH)
         self.assertEqual(len({command.attempt for command, in world.handler.calls}), 5)
@@ -5168,6 +5188,7 @@ class DispatcherLease(unittest.TestCase):
                 world.abandoned(probe())
                 world.find_receipt.does = self.outrun(world, Spy(evidence))
                 self.assertEqual(kind(late(world)), ending)
+
                 replay = world.dispatch(probe())
                 self.assertEqual(kind(replay), REPLAY)
                 self.assertEqual(replay["model_result"]["data"], ANSWER.data)
@@ -5512,6 +5533,7 @@ class DispatcherFaults(unittest.TestCase):
                     lambda _, world=world, states=states: states.append(world.state(probe())),
                     raising(error)))
                 world.dispatcher = world.wired(on_fault=told)
+
                 self.assertIs(raised_by(world.left_open, probe()), error)
                 self.assertEqual((told.count, states), (1, ["unknown"]))
                 self.assertEqual(kind(world.dispatch(probe())), UNKNOWN)
@@ -5968,11 +5990,6 @@ class Kind(enum.StrEnum):
     CALL = "function_call"
 
 
-def anything(*values: Any) -> tuple[Any, ...]:
-    """Values of no common type, for a table."""
-    return values
-
-
 def without(document: Any, pointer: str) -> Any:
     """A copy without what stands at one pointer."""
     changed = copy.deepcopy(document)
@@ -6314,6 +6331,7 @@ class ProviderInbound(unittest.TestCase):
         table = [(None, "get_order"), ("get_order", "get_order"), ("crm", "crm/get_order"),
                  ("", "/get_order"), ("Get_Order", "Get_Order/get_order"),
                  *((wrong, None) for wrong in anything(5, True, [], {}, Text("get_order"), Yes()))]
+
         for provider, member in [("openai", "namespace"), ("anthropic", "toolset_name")]:
             for name in anything(None, 5, [], Text("get_order")):
                 (call,) = calls_in(provider, {**call_item(provider, name=name), member: "crm"})
@@ -6742,6 +6760,7 @@ class Demo(unittest.TestCase):
         """Invariant 4."""
         found, absent = ("OK", "output"), ("NOT_FOUND", "authorization")
         asked = ("APPROVAL_REQUIRED", "approval")
+
         for tenant_id, subject_id, role, order_ref, reads, drafts in [
             ("tenant-a", "user-1", None, "ORDER-7", found, asked),
             ("tenant-a", "user-1", None, "ORDER-8", absent, absent),
@@ -6807,6 +6826,7 @@ class Demo(unittest.TestCase):
     def test_each_fault_ends_as_its_name_says(self) -> None:
         """Invariant 7: what was lost after the effect is settled by its receipt alone."""
         lost, kept = ("OUTCOME_UNKNOWN", "handler"), ("OK", "output")
+
         for fault, reads, drafts, effects, settles in [
             ("none", kept, kept, 1, ("OK", "status_ref")),
             ("rate_limit", ("RATE_LIMIT", "handler"), ("RATE_LIMIT", "handler"), 0, None),
@@ -6829,6 +6849,7 @@ class Demo(unittest.TestCase):
         reads, drafts = td.MockDownstream().tools()
         order, drafted = {"order_ref": "A"}, {**DRAFT, "draft_id": "DRAFT-1"}
         reasons = ["duplicate", "damaged", "other"]
+
         for schema, value, path, accepted, refused, rule in [
             (reads.input_schema, order, "/order_ref", ["A", "-", "Z9-"], "", "minLength"),
             (reads.input_schema, order, "/order_ref", ["A" * 64], "A" * 65, "maxLength"),
@@ -6846,6 +6867,7 @@ class Demo(unittest.TestCase):
             for good in accepted:
                 self.assertEqual(problems(schema, tampered(value, path, good)), set())
             self.assertEqual(problems(schema, tampered(value, path, refused)), {(path, rule)})
+
         self.assertEqual([(tool.name, tool.risk, dict(tool.echoes)) for tool in (reads, drafts)], [
             ("get_order", "read", {"order_ref": "order_ref"}),
             ("create_refund_draft", "write", {"order_ref": "order_ref", "reason": "reason"})])
@@ -6888,6 +6910,7 @@ def fixture_step(
     """One step; without changes it reads order 7."""
     profile = td.PROFILES[provider]
     arguments = {"order_ref": "ORDER-7"} if arguments is None else arguments
+
     return {
         "step_id": step_id, "action": "dispatch",
         "proposal": {"name": tool, "arguments": arguments},
@@ -6978,6 +7001,7 @@ class FixtureShape(unittest.TestCase):
             "now": [1], "side_effect_count": [1], "name": [""], "roles": [[]],
             "arguments": [{"x": 1}], "idempotency_key": [None], "status_ref_from": [None],
         }
+
         for step, data in [(fixture_step(), {"x": 1}), (limited, None)]:
             story = fixture_of([step])
             for path in fixture_pointers(story):
@@ -7016,7 +7040,7 @@ class FixtureShape(unittest.TestCase):
                        "/steps/0/status_ref_from",
                        *(f"/steps/0/execution_context/{name}" for name in named)]
         recoveries = {row.recovery for row in td.ERROR_CATALOG.values()}
-        for path, accepted, refused, rule in [
+        table: list[tuple[str, list[Any], object, str]] = [
             ("/schema_version", ["tool-cases-v2"], "tool-cases-v1", "const"),
             ("/contract/model_result", ["tool-model-result-v2"], "tool-model-result-v1", "const"),
             ("/contract/protected_audit", ["tool-audit-v2"], "tool-audit-v1", "const"),
@@ -7046,7 +7070,9 @@ class FixtureShape(unittest.TestCase):
             (f"{first}/expected/delivery", ["fresh", "local_replay", "receipt_reconciled"], "x",
              "enum"),
             (f"{first}/expected/side_effect_count", [0, 2**53 - 1], -1, "minimum"),
-        ]:
+        ]
+
+        for path, accepted, refused, rule in table:
             with self.subTest(path, rule=rule):
                 for value in accepted:
                     changed = fixture_changed(story, {path: value})
@@ -7064,6 +7090,7 @@ class FixtureShape(unittest.TestCase):
             (text.ljust(65_537), "size"),
         ]:
             self.assertEqual(refused_for(td.decode_fixture, raw), {("", reason)})
+
         for value, reason in [
                 (float("nan"), "number"), ({1: 1}, "key"), ((), "type"), (nested(33), "depth")]:
             self.assertEqual(refused_for(td.run_fixture, {"cases": value}), {("", reason)})
@@ -7072,6 +7099,7 @@ class FixtureShape(unittest.TestCase):
     def test_an_error_gives_its_place_a_bound_its_limit_and_a_cut_list_dots(self) -> None:
         pretty = json.dumps(fixture_story(), indent=2)
         expected = "/cases/0/steps/0/expected/"
+
         for raw, told in [
             (pretty.replace('"tool-cases-v2",', '"tool-cases-v2";'), "line 2, column 36$"),
             ('{\n  "a" 1\n}', "line 2, column 7$"), ("", "line 1, column 1$"),
@@ -7102,7 +7130,7 @@ class FixtureShape(unittest.TestCase):
     def test_what_is_no_fixture_is_refused_before_anything_runs(self) -> None:
         self.assertEqual(refused_for(td.run_fixture, {"cases": []}), {
             ("/cases", "minItems"), ("/schema_version", "required"), ("/contract", "required")})
-        for value in (None, [], "x", 1):
+        for value in anything(None, [], "x", 1):
             self.assertEqual(refused_for(td.run_fixture, value), {("", "type")})
 
 
@@ -7113,7 +7141,7 @@ class FixtureRules(unittest.TestCase):
         first, draft, status, again = (f"/cases/0/steps/{number}" for number in range(4))
         roles, context = "/cases/0/principal/roles", f"{draft}/execution_context"
         named, other = f"{status}/status_ref_from", "/cases/1/steps/0"
-        for changes, found in [
+        table: list[tuple[dict[str, Any], set[tuple[str, str]]]] = [
             ({"/cases/1/id": "case-0"}, {("/cases/1/id", "unique")}),
             ({f"{again}/step_id": "status"}, {(f"{again}/step_id", "unique")}),
             ({"/cases/1/id": "draft"}, set()),              # a case may bear a step's name
@@ -7152,7 +7180,9 @@ class FixtureRules(unittest.TestCase):
               (f"{again}/step_id", "unique"), (named, "reference"), (f"{status}/failure", "query"),
               (f"{status}/approval", "query"), (context, "profile"),
               (f"{status}/expected/outcome", "catalog")}),
-        ]:
+        ]
+
+        for changes, found in table:
             with self.subTest(changes):
                 self.assertEqual(fixture_problems(changes), found)
 
@@ -7170,16 +7200,19 @@ class FixtureRules(unittest.TestCase):
                 self.assertEqual(found, set() if fits else {(f"{place}/{name}", "catalog")})
 
     def test_a_misshapen_part_is_looked_at_no_further(self) -> None:
-        for path, value in [
+        table: list[tuple[str, object]] = [
             ("/cases/1", None), ("/cases/1/id", []), ("/cases/1/steps", {}),
             ("/cases/1/principal", []), ("/cases/1/principal/roles/0", ["a"]),
             ("/cases/1/steps/0", 7), ("/cases/1/steps/0/expected", "x"),
             ("/cases/1/steps/0/execution_context", None), ("/cases/1/steps/0/status_ref_from", {}),
-        ]:
+        ]
+
+        for path, value in table:
             story = fixture_changed(fixture_story(), {"/cases/1/principal/roles": ["a"]})
             raw = json.dumps(fixture_changed(story, {path: value}))
             self.assertEqual(refused_for(td.decode_fixture, raw), {(path, "type")})
-        many: Any = fixture_of(*[[1] * 256] * 4)    # so many that the rest is not judged
+
+        many = fixture_of(*anything([1] * 256) * 4)    # so many that the rest is not judged
         many["cases"].append(None)
         self.assertRaises(td.FixtureError, td.run_fixture, many)
 
@@ -7199,6 +7232,7 @@ class FixtureRuns(unittest.TestCase):
         report = td.run_fixture(td.load_fixture(BUNDLED), explain=True)
         broken, after = "INVALID_ARGUMENTS", "timeout-after-commit-then-status"
         unsettled = "timeout-after-commit-without-receipt"
+
         self.assertEqual([
             (case["id"], step["step_id"], step["code"], step["explanation"]["gates"][-1],
              step["delivery"], step["side_effect_count"], step["passed"])
@@ -7230,6 +7264,7 @@ class FixtureRuns(unittest.TestCase):
             (unsettled, "draft", "OUTCOME_UNKNOWN", "handler", "fresh", 1),
             (unsettled, "status", "OUTCOME_UNKNOWN", "receipt", "fresh", 1),
         ]])
+
         self.assertEqual([report["passed"], report["case_count"], report["step_count"]],
                          [True, 18, 23])
 
@@ -7262,6 +7297,7 @@ class FixtureRuns(unittest.TestCase):
     def test_an_explanation_tells_what_was_asked_how_far_it_got_and_what_goes_out(self) -> None:
         asked = ["action", "proposal", "execution_context", "approval", "failure", "now"]
         principal = {"tenant_id": "tenant-a", "subject_id": "user-1", "roles": ["r"]}
+
         for step, gates, stopped_at, has_reference in [
             (fixture_draft(approval="none", code="APPROVAL_REQUIRED", count=0), GATES[:8],
              "approval", False),
@@ -7293,7 +7329,7 @@ class FixtureRuns(unittest.TestCase):
 
     def test_a_mismatch_names_the_field_the_expected_and_the_actual_value(self) -> None:
         refunded, more = {**PAID, "status": "refunded"}, {**PAID, "x": 1}
-        for step, expected in [
+        table: list[tuple[dict[str, Any], list[tuple[str, object, object]]]] = [
             (fixture_step(delivery="local_replay"), [("delivery", "local_replay", "fresh")]),
             (fixture_step(data=refunded), [("data", refunded, PAID)]),
             (fixture_step(data=more), [("data", more, PAID)]),
@@ -7304,7 +7340,9 @@ class FixtureRuns(unittest.TestCase):
                 ("data", None, PAID)]),
             (fixture_step(tool="x", code="NOT_FOUND"), [
                 ("code", "NOT_FOUND", "UNKNOWN_TOOL"), ("recovery", "none", "correct_input")]),
-        ]:
+        ]
+
+        for step, expected in table:
             report = td.run_fixture(fixture_of([step], [fixture_step()]))
             self.assertEqual(report["cases"][0]["steps"][0]["mismatches"], [
                 {"field": field, "expected": wanted, "actual": actual}
@@ -7314,7 +7352,7 @@ class FixtureRuns(unittest.TestCase):
 
     def test_a_failure_counts_where_a_handler_met_it_and_is_a_mismatch_elsewhere(self) -> None:
         reads, drafts, late = fixture_step, fixture_draft, "timeout_after_commit"
-        for make, failure, changes, met in [
+        table: list[tuple[Callable[..., dict[str, Any]], str, dict[str, Any], bool]] = [
             (reads, "rate_limit", {"code": "RATE_LIMIT"}, True),
             (reads, "tool_error", {"code": "TOOL_ERROR"}, True),
             (reads, "timeout_before_execute", {"code": "TIMEOUT_BEFORE_EXECUTE"}, True),
@@ -7328,7 +7366,9 @@ class FixtureRuns(unittest.TestCase):
             (reads, "tool_error", {"arguments": {}, "code": "INVALID_ARGUMENTS"}, False),
             (reads, late, {}, False),
             (reads, late + "_receipt_unavailable", {}, False),
-        ]:
+        ]
+
+        for make, failure, changes, met in table:
             with self.subTest(make.__name__, failure=failure, met=met):
                 before = fixture_step("before", failure="rate_limit", code="RATE_LIMIT")
                 step = make(failure=failure, **changes)
@@ -7349,7 +7389,7 @@ class FixtureRuns(unittest.TestCase):
         """Invariant 9."""
         dispatch, path = td.Dispatcher.dispatch, "/protected_audit/operation_id"
 
-        def forge(*given: Any, **options: Any) -> td.Package:
+        def forge(*given: Any, **options: Any) -> Any:
             return tampered(dispatch(*given, **options), path, "x")
 
         for provider in td.PROFILES:
@@ -7369,6 +7409,7 @@ class FixtureRuns(unittest.TestCase):
             with patch.object(td.ApprovalAuthority, "issue", autospec=True,
                               side_effect=issue) as issued:
                 self.assertEqual(fixture_mismatches(step), [])
+
             ((_, invocation, _), given), = issued.call_args_list
             self.assertEqual(invocation.call.context.operation_id != own, other)
             self.assertEqual(given["now"] + given["seconds"], NOW + 60 * (kind != "expired"))
@@ -7429,9 +7470,9 @@ def cli(
     size: Any = {"return_value": os.terminal_size((terminal or 0, 24))}
     if terminal is None:
         size = {"side_effect": OSError}
-    with patch.multiple(out, create=True, isatty=lambda: terminal is not None, fileno=lambda: -1):
-        with patch("os.get_terminal_size", **size), cli_streams(given, out, err, COLUMNS=columns):
-            status = td.main([*argv])
+    with (patch.multiple(out, create=True, isatty=lambda: terminal is not None, fileno=lambda: -1),
+          patch("os.get_terminal_size", **size), cli_streams(given, out, err, COLUMNS=columns)):
+        status = td.main([*argv])
     return status, *(stream.buffer.getvalue().decode() for stream in (out, err))  # type: ignore
 
 
@@ -7476,7 +7517,7 @@ class CommandLine(unittest.TestCase):
         status, out, err = cli("--format", "text")
         words = [line.split() for line in out.splitlines()]
         self.assertEqual((status, err, len(words), " ".join(words[-1])), (0, "", 24, CLI_LAST))
-        self.assertEqual(words[0], "ok own-order / read OK committed fresh effects 0".split())
+        self.assertEqual(" ".join(words[0]), "ok own-order / read OK committed fresh effects 0")
         self.assertEqual({word[0] for word in words[:-1]}, {"ok"})
 
     def test_a_name_and_what_follows_are_two_spaces_apart_however_long_it_is(self) -> None:
@@ -7487,12 +7528,14 @@ class CommandLine(unittest.TestCase):
             self.assertRegex(line, f"^ok    c+ / s{{{length}}}  +OK  committed  fresh  effects 0$")
 
     def test_text_fits_the_terminal_and_100_columns_where_there_is_none(self) -> None:
-        for options, width in [
+        table: list[tuple[dict[str, Any], int]] = [
             ({}, 100), ({"terminal": 0}, 100), ({"terminal": 60}, 60), ({"terminal": 200}, 200),
             ({"columns": "72"}, 72), ({"columns": "72", "terminal": 200}, 72),
             ({"columns": "wide"}, 100), ({"columns": "0", "terminal": 80}, 80),
             ({"terminal": 7}, 60), ({"columns": "9" * 5_000}, 100),
-        ]:
+        ]
+
+        for options, width in table:
             shown = [cli("--format", "text", *argv, **options)[1].splitlines()
                      for argv in ((), ("--explain",))]
             with self.subTest(options):
@@ -7545,14 +7588,14 @@ class CommandLine(unittest.TestCase):
         self.assertEqual(len(messages), 1)
 
     def test_standard_input_is_read_to_the_limit_and_an_interrupt_ends_without_a_word(self) -> None:
-        asked: list[int] = []
-        endless = cli_input(lambda size: asked.append(size) or b" " * size)
+        asked = Spy(lambda size: b" " * size)
+        endless = cli_input(asked)
         interrupted = cli_input(raising(KeyboardInterrupt()))
         for stdin, status in [(endless, 2), (interrupted, 130)]:
             with cli_streams(stdin, out := io.StringIO(), err := io.StringIO()):
                 self.assertEqual(td.main(["--fixture", "-"]), status)
             self.assertEqual((out.getvalue(), bool(err.getvalue())), ("", status == 2))
-        self.assertEqual(asked, [65_537])
+        self.assertEqual(asked.calls, [(65_537,)])
 
     def test_a_step_that_fails_names_case_step_field_expected_and_actual(self) -> None:
         data = {"order_ref": "ORDER-7", "status": "pending"}
@@ -7578,6 +7621,7 @@ class CommandLine(unittest.TestCase):
 
     def test_what_is_no_fixture_is_refused_with_its_pointers(self) -> None:
         step = "/cases/0/steps/0"
+
         for raw, led in [
             (cli_fixture(**{"/now": True}), [f"{step}/now"]),
             (cli_fixture(**{"/now": 253402300740}), [f"{step}/now"]),
@@ -7618,14 +7662,15 @@ class CommandLine(unittest.TestCase):
 
     def test_control_and_bidirectional_characters_are_escaped_wherever_they_come_from(self) -> None:
         hostile = "a\x1b[31m\x07\x7f\x85\u200b\u202e\u2066\u2028\ufeff\ue000é"
-        for changed, argv, form, terminal in itertools.product([
+        for changed, argv, form, terminal in itertools.product(anything(
             {"/expected/data": {"order_ref": hostile}}, {"/proposal/name": hostile},
             {"/proposal/arguments": {hostile: hostile}},
-        ], ((), ("--explain",)), ("text", "json"), (None, 80)):
+        ), ((), ("--explain",)), ("text", "json"), (None, 80)):
             status, out, err = cli("--fixture", "-", "--format", form, *argv, terminal=terminal,
                                    stdin=cli_fixture(**changed))
             steering = {letter for letter in out if not letter.isprintable()} - {"\n"}
             self.assertEqual((status, steering, err), (1, set(), ""))
+
         shown = "\n".join(cli_text(cli_fixture(**{
             "/expected/data": {"order_ref": "\u202e\x1b"}, "/proposal/name": "\u202eé\x1b",
         }), "--explain"))
@@ -7635,8 +7680,8 @@ class CommandLine(unittest.TestCase):
     def test_output_is_utf8_with_lf_whatever_the_stream_would_do(self) -> None:
         raw = cli_fixture(**{"/proposal/name": "Zürich-🍸"})
         argv = "--fixture", "-", "--format", "text", "--explain"
-        for text in ({}, {"encoding": "cp1252"}, {"encoding": "ascii"}, {"newline": "\r\n"},
-                     {"encoding": "utf-16"}):
+        for text in anything({}, {"encoding": "cp1252"}, {"encoding": "ascii"}, {"newline": "\r\n"},
+                             {"encoding": "utf-16"}):
             status, out, _ = cli(*argv, stdin=raw, **text)
             self.assertEqual((status, "Zürich-🍸" in out, "\r" in out), (1, True, False))
             self.assertEqual(cli("--case", "none", **text), cli("--case", "none"))
@@ -7659,7 +7704,7 @@ class CommandLine(unittest.TestCase):
         for stream in (text := io.StringIO(), slow):
             with cli_streams(None, stream, None):
                 self.assertEqual(td.main(["--format", "text"]), 0)
-        self.assertEqual(slow.buffer.taken.decode(), "before " + text.getvalue())  # type: ignore
+        self.assertEqual(slow.buffer.taken.decode(), "before " + text.getvalue())
         self.assertEqual(text.getvalue().splitlines()[-1], CLI_LAST)
 
     def test_closed_streams_are_survived_with_the_same_status(self) -> None:
@@ -7681,10 +7726,11 @@ class CommandLine(unittest.TestCase):
         ], ("write", "flush")):
             there, here = os.pipe()
             stream, stdin = io.StringIO(), io.TextIOWrapper(io.BytesIO(failing))
-            with patch.multiple(stream, create=True, **{act: raising(error)},
-                                fileno=functools.partial(int, here)):
-                with cli_streams(stdin, stream, err := io.StringIO()):
-                    self.assertEqual(td.main([argv]), status)
+            writing: Any = {act: raising(error), "fileno": functools.partial(int, here)}
+            with (patch.multiple(stream, create=True, **writing),
+                  cli_streams(stdin, stream, err := io.StringIO())):
+                self.assertEqual(td.main([argv]), status)
+
             self.assertEqual(bool(err.getvalue()), status == 2)
             os.write(here, b"the interpreter's last flush")
             os.close(here)
@@ -7695,10 +7741,10 @@ class CommandLine(unittest.TestCase):
     def test_a_run_into_a_full_disk_ends_with_status_2(self) -> None:
         for argv, buffering in itertools.product(
                 ([], ["--version"], ["--explain", "--format", "text"]), (-1, 0)):
-            full, err = open("/dev/full", "wb", buffering=buffering), io.StringIO()
-            with io.TextIOWrapper(full, write_through=not buffering) as out:
-                with cli_streams(None, out, err):
-                    self.assertEqual(td.main(argv), 2)
+            with (open("/dev/full", "wb", buffering=buffering) as full,
+                  io.TextIOWrapper(full, write_through=not buffering) as out,
+                  cli_streams(None, out, err := io.StringIO())):
+                self.assertEqual(td.main(argv), 2)
             self.assertTrue(err.getvalue())
 
 
@@ -7741,6 +7787,7 @@ class CommandLineExplains(unittest.TestCase):
         several = cli_fixture(**{
             "/proposal/name": "create_refund_draft", "/proposal/arguments": {"reason": "x"}})
         early = ",".join(GATES[:3])
+
         for argv, stdin, gates in [
             (["--case", "invalid-enum"], b"", f"{early},[input]stoppedhere:/reasonenum"),
             (["--case", "unknown-tool"], b"", "host_context,call_identity,[registry]stoppedhere"),
@@ -7759,6 +7806,7 @@ class CommandLineExplains(unittest.TestCase):
         raw = json.dumps(fixture).encode()
         step = cli_step("--explain", stdin=raw)
         told, host = step["explanation"], step["explanation"]["execution_context"]
+
         shown = " ".join(cli_text(raw, "--explain", terminal=62))
         words = {word.strip(";,[]().") for word in shown.split()}
         facts = {"own-order", "read", "ok", "dispatch", "user-1", "tenant-a", "role-1", "role-2",
@@ -7804,6 +7852,7 @@ def run_stage(argv: list[str], given: bytes, status: int) -> tuple[bytes, int]:
         return f"{status}\n".encode(), 0
     if argv[0] == "sha256sum":
         return hashlib.sha256(given).hexdigest().encode() + b"  -\n", 0
+
     stdin = io.TextIOWrapper(io.BytesIO(given), "utf-8")
     shown = io.TextIOWrapper(io.BytesIO(), "utf-8", newline="\n")
     with cli_streams(stdin, shown, shown):
@@ -7813,7 +7862,7 @@ def run_stage(argv: list[str], given: bytes, status: int) -> tuple[bytes, int]:
         else:
             status = td.main(argv[2:])
     shown.flush()
-    return shown.buffer.getvalue(), status  # type: ignore[attr-defined]
+    return shown.buffer.getvalue(), status
 
 
 class ReadmeTests(unittest.TestCase):
@@ -7858,6 +7907,7 @@ class ReadmeTests(unittest.TestCase):
             tries, failures = run_doctests(test)
             self.assertFalse(failures, failures)
             examples += tries
+
         self.assertGreater(examples, 0)
         self.assertEqual(examples, self.text.count("\n>>> "))  # none stands outside of the blocks
 
@@ -7873,6 +7923,7 @@ class ReadmeTests(unittest.TestCase):
         command = r"`python (?:-B -O -W error )?(tool_dispatcher\.py [^`]*)`"
         named = re.findall(command, self.text)
         self.assertGreater(len(transcripts), 2)
+
         status = 0
         with contextlib.chdir(README.parent):
             for typed, shown in transcripts:
@@ -7953,6 +8004,7 @@ class CommandLineProcesses(unittest.TestCase):
         for encoding in ("cp1252", "ascii"):
             runs[encoding] = text_run, {"PYTHONIOENCODING": encoding}
         runs["closed pipe"] = [td.__file__, "--version"], {}    # short: fails only when flushed
+
         raw = cli_fixture(**{"/proposal/name": "Zürich-\u202e"})
         cls.ended = {}
         with tempfile.TemporaryDirectory() as elsewhere:

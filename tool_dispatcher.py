@@ -284,10 +284,10 @@ def _safe_integer(digits: str) -> int:
 
 def _portable_number(value: float) -> int | float:
     """Return a double as the domain has it: a whole one is an int, so that it has one spelling."""
-    is_whole = value.is_integer()
-    if not math.isfinite(value) or (is_whole and abs(value) > MAX_SAFE_INTEGER):
+    # Beyond the bound no double has a fraction; infinity is beyond it, and NaN is not within it.
+    if not abs(value) <= MAX_SAFE_INTEGER:
         raise JsonError("number")
-    return int(value) if is_whole else value
+    return int(value) if value.is_integer() else value
 
 
 def _double(text: str) -> int | float:
@@ -642,9 +642,8 @@ def _compile_inside(schema: JsonObject, kind: type, is_forbidden: Forbids) -> Ch
         return _compile_members(schema, is_forbidden)
     if kind is list and "items" in schema:
         return _compile_items(_compile(schema["items"], is_forbidden))
-    # Only where no contract declares names can one stand that nobody has read; what options hold
-    # was read when they were registered.
-    if is_forbidden is None or kind not in (dict, list) or schema.keys() & _OPTIONS.keys():
+    # Only where no contract declares names can one stand that nobody has read.
+    if is_forbidden is None or kind not in (dict, list):
         return None
     return lambda value: (
         (((), "name", False),) if any(map(is_forbidden, names_in(value))) else ())
