@@ -80,6 +80,7 @@ import argparse
 import contextlib
 import errno
 import functools
+import gc
 import hashlib
 import hmac
 import inspect
@@ -4876,4 +4877,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    gc.freeze()  # what is loaded by now lives until the end: no collection need look at it
     raise SystemExit(main())
