@@ -1337,6 +1337,8 @@ NOT_SCHEMAS: dict[str, object] = {
     "levels": nest(33, TEXT), "cycle": ENDLESS_SCHEMA, "fan": fan(8, 6), "aliases": aliased(12, 8),
     "chain": {"$ref": "#/$defs/d0", "$defs": {
         f"d{n}": {"$ref": f"#/$defs/d{n + 1}"} for n in range(5_000)}},
+    "lookups": {**obj(**{f"p{n}": {"$ref": "#/$defs/d"} for n in range(1_000)}),
+                "$defs": {**dict.fromkeys(map("d{}".format, range(100_000)), TEXT), "d": TEXT}},
     "text": {"type": "object", "description": "x" * 10_000_000},
     "options": obj(**dict.fromkeys(map("p{}".format, range(1_000)), WIDE)),
     "names": obj(**dict.fromkeys(map("p{}".format, range(200_000)), TEXT)),

@@ -2851,7 +2851,6 @@ class MemoryLedger:
             if standing.attempt != operation.attempt or standing.state == "committed":
                 return standing
             settled = operation._replace(state="committed", evidence=evidence)
-            self._references[operation.status_ref] = operation.scope
             self._operations[operation.scope] = settled
             return settled
 
