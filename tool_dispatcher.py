@@ -20,20 +20,6 @@ number, and so does the test that proves it.
 10. Every call ends in exactly one package, whatever the model said; no call of a response is lost
     on the way in.
 
-A read, from proposal to provider payload (``demo_dispatcher`` wires a mock downstream with two
-tools):
-
->>> dispatcher = demo_dispatcher()
->>> principal = Principal("tenant-a", "user-1", roles=())               # from the host's session
->>> proposal = ModelProposal("get_order", {"order_ref": "ORDER-7"})     # from the model
->>> context = ExecutionContext(PROFILES["openai"], "resp-1", "call-1", "op-1", idempotency_key=None)
->>> call = bind_tool_call(proposal, context)
->>> package = dispatcher.dispatch(principal, call, now=1_000)
->>> package["model_result"]["data"]
-{'order_ref': 'ORDER-7', 'status': 'paid'}
->>> to_openai_responses(dispatcher.resolve(principal, call), package)["call_id"]
-'call-1'
-
 What it does not do: choose tools, talk to a provider, or promise what a downstream does with a
 command. The clock, the identity and the retry policy are the host's. SHA-256 digests without a key
 are evidence that parts belong together, never evidence of who made them.
@@ -4263,6 +4249,20 @@ def demo_dispatcher(
 
     Its registry, its authority (with a fresh key) and its ledger (in memory) are attributes.
     `observe` is called with the name of each gate that a call enters.
+
+    A read, from proposal to provider payload:
+
+    >>> dispatcher = demo_dispatcher()
+    >>> principal = Principal("tenant-a", "user-1", roles=())   # from the host's session
+    >>> proposal = ModelProposal("get_order", {"order_ref": "ORDER-7"})   # from the model
+    >>> context = ExecutionContext(
+    ...     PROFILES["openai"], "resp-1", "call-1", "op-1", idempotency_key=None)
+    >>> call = bind_tool_call(proposal, context)
+    >>> package = dispatcher.dispatch(principal, call, now=1_000)
+    >>> package["model_result"]["data"]
+    {'order_ref': 'ORDER-7', 'status': 'paid'}
+    >>> to_openai_responses(dispatcher.resolve(principal, call), package)["call_id"]
+    'call-1'
     """
     registry = Registry((downstream or MockDownstream()).tools())
     authority = ApprovalAuthority(
