@@ -110,12 +110,23 @@ def at(document: Any, pointer: str) -> Any:
     return document
 
 
-def tampered(package: Any, pointer: str, value: object) -> Any:
-    """A copy of a package with another value at one pointer."""
-    changed = copy.deepcopy(package)
-    parent, _, name = pointer.rpartition("/")
-    at(changed, parent)[name] = value
-    return changed
+def altered(document: Any, changes: dict[str, Any]) -> Any:
+    """A copy with other values at some JSON Pointers; what none of them passes is not copied."""
+    copied = copy.copy(document)
+    for pointer, value in changes.items():
+        parent, _, name = pointer.rpartition("/")
+        place = copied
+        for token in parent.split("/")[1:]:
+            key = int(token) if isinstance(place, list) else token
+            place[key] = copy.copy(place[key])
+            place = place[key]
+        place[int(name) if isinstance(place, list) else name] = value
+    return copied
+
+
+def tampered(document: Any, pointer: str, value: object) -> Any:
+    """A copy with another value at one JSON Pointer."""
+    return altered(document, {pointer: value})
 
 
 def revisions(**changes: Any) -> td.Revisions:
@@ -170,16 +181,17 @@ class Spy:
 
 
 DEMO_AUTHORITY = td.demo_dispatcher().authority
+DEMO_TOOLS = td.MockDownstream().tools()
 
 
 class World:
-    """A dispatcher over the mock downstream and further tools, and the gates of its last call."""
+    """A dispatcher and the gates of its last call: over the mock downstream, or other tools."""
 
     def __init__(self, *tools: td.ToolSpec) -> None:
         self.downstream = td.MockDownstream()
         self.gates: list[str] = []
         self.dispatcher = td.Dispatcher(
-            td.Registry([*self.downstream.tools(), *tools]), DEMO_AUTHORITY, td.MemoryLedger(),
+            td.Registry(tools or self.downstream.tools()), DEMO_AUTHORITY, td.MemoryLedger(),
             observe=self.gates.append)
 
     def rewired(
@@ -327,7 +339,7 @@ HOSTILE: list[tuple[Any, str]] = [      # Python values that no JSON holds, and 
     (nested(33), "depth"), (CYCLE, "depth"), ({"k": CYCLE}, "depth"), (DOUBLING, "depth"),
     ("x" * 200_000, "budget"), ("\ud83c" * 200_000, "budget"), ({"x" * 200_000: 1}, "budget"),
     ([None] * 200_000, "budget"), (["x" * 65_000] * 1000, "budget"),
-    (aliases(1, 1000, 1000, 1000), "budget"),   # last: without a budget it would fill the memory
+    (aliases("x" * 1000, 1000, 1000, 1000), "budget"),   # last: without a budget it would fill the memory
 ]
 NO_IDENTIFIERS: list[Any] = [
     None, "", " ", "a b", "a\n", "\x1ba", "x" * 256, "\u00e9", 7, True, b"a", ["a"], {}, Text("a"),
@@ -502,7 +514,9 @@ class StrictJson(unittest.TestCase):
 
 def ecmascript(value: float) -> str:
     """Write a double as ECMA-262 says (Number::toString): a second writer, for comparison alone."""
-    sign, (digits, _, power) = "-" * (value < 0), repr(abs(value)).partition("e")
+    if "e" not in (text := repr(value)):     # both write these alike
+        return text.removesuffix(".0")
+    sign, (digits, _, power) = "-" * (value < 0), text.lstrip("-").partition("e")
     whole, _, part = digits.partition(".")
     point = len(whole) + int(power or 0)
     leading = (whole + part).lstrip("0")
@@ -547,18 +561,18 @@ class CanonicalJson(unittest.TestCase):
             self.assertTrue(td.same_json(td.decode_json(text, max_bytes=200), value), text)
 
     def test_100_000_doubles_are_written_as_a_second_writer_does_and_read_back(self) -> None:
-        """A quarter are bit patterns over every exponent of the domain, the others near to one."""
+        """A tenth are bit patterns over every exponent of the domain, the others near to one."""
         random = Random(8785)
         ends = [5e-324, 2.2250738585072014e-308, 2.225073858507201e-308, 4503599627370495.5, 0.1,
                 2.0**53 - 1, math.nextafter(2.0**52, 0), 1e-4, 1e-6, math.nextafter(1e-6, 0), 1e-7]
         patterns = [pattern & ~(0x7FF << 52) | (pattern >> 52 & 0x7FF) % 1075 << 52
-                    for pattern in struct.unpack("<25000Q", random.randbytes(200_000))]
-        doubles = [*ends, *struct.unpack("<25000d", struct.pack("<25000Q", *patterns)), *(
-            (random.random() - 0.5) * 10.0 ** (number % 25 - 9) for number in range(75_000))]
+                    for pattern in struct.unpack("<10000Q", random.randbytes(80_000))]
+        doubles = [*ends, *struct.unpack("<10000d", struct.pack("<10000Q", *patterns)), *(
+            (random.random() - 0.5) * 10.0 ** (number % 25 - 8) for number in range(90_000))]
 
         text = td.canonical_json(td.plain_json(doubles))
         self.assertEqual(text, "[" + ",".join(map(ecmascript, doubles)) + "]")
-        self.assertEqual(td.decode_json(text, max_bytes=10**7), doubles)
+        self.assertEqual(json.loads(text), doubles)
 
     def test_the_samples_of_rfc_8785_are_written_as_it_writes_them(self) -> None:
         for pattern, text in [
@@ -1316,34 +1330,30 @@ TOOLS: dict[str, Node] = {      # in the habits of public servers
 }
 
 
+DEAR: Node = {"const": "x" * 1_000}     # a node that costs much for the time it takes
+
+
 def fan(width: int, depth: int) -> Node:
     """Definitions each of which names the next several times: exponential once inlined."""
     inner = {f"d{n}": obj(**{f"p{at}": {"$ref": f"#/$defs/d{n + 1}"} for at in range(width)})
              for n in range(depth)}
-    return {**obj(top={"$ref": "#/$defs/d0"}), "$defs": {**inner, f"d{depth}": TEXT}}
-
-
-def aliased(width: int, depth: int) -> Node:
-    node = TEXT
-    for _ in range(depth):
-        node = obj(**{f"p{at}": node for at in range(width)})
-    return node
+    return {**obj(top={"$ref": "#/$defs/d0"}), "$defs": {**inner, f"d{depth}": DEAR}}
 
 
 ENDLESS_SCHEMA: Node = obj()
 ENDLESS_SCHEMA["properties"]["again"] = ENDLESS_SCHEMA
 WIDE: Node = {"enum": ["x"] * 60_000}
 NOT_SCHEMAS: dict[str, object] = {
-    "levels": nest(33, TEXT), "cycle": ENDLESS_SCHEMA, "fan": fan(8, 6), "aliases": aliased(12, 8),
+    "levels": nest(33, TEXT), "cycle": ENDLESS_SCHEMA, "fan": fan(8, 6),
     "chain": {"$ref": "#/$defs/d0", "$defs": {
         f"d{n}": {"$ref": f"#/$defs/d{n + 1}"} for n in range(5_000)}},
     "lookups": {**obj(**{f"p{n}": {"$ref": "#/$defs/d"} for n in range(1_000)}),
-                "$defs": {**dict.fromkeys(map("d{}".format, range(100_000)), TEXT), "d": TEXT}},
-    "text": {"type": "object", "description": "x" * 10_000_000},
+                "$defs": {**dict.fromkeys(map(str, range(100_000)), TEXT), "d": TEXT}},
+    "text": {"type": "object", "description": "x" * 1_000_000},
     "options": obj(**dict.fromkeys(map("p{}".format, range(1_000)), WIDE)),
-    "names": obj(**dict.fromkeys(map("p{}".format, range(200_000)), TEXT)),
-    "keywords": dict.fromkeys(map("x-{}".format, range(200_000)), 1),
-    "enum": obj(a={"enum": ["x" * 20] * 200_000}), "union": obj(a={"anyOf": [NULL] * 200_000}),
+    "names": obj(**dict.fromkeys(map(str, range(30_000)), TEXT)),
+    "keywords": dict.fromkeys(map("x-{}".format, range(20_000)), 1),
+    "enum": obj(a={"enum": ["x" * 20] * 200_000}), "union": obj(a={"anyOf": [DEAR] * 200_000}),
     "pointers": obj(**{"n" * 60_000: obj(**{name: {"type": "string"} for name in "abc"})}),
     "keys": {1: {"type": "string"}}, "inner keys": {"properties": {"a": {1: 2}}, "type": "object"},
     "astral": obj(**{"\U0001f378": TEXT}), "number": obj(a={"enum": [10**5_000]}),
@@ -1434,7 +1444,7 @@ class ForeignSchemas(unittest.TestCase):
             started = time.perf_counter()
             self.assertRaises(td.ContractError, td.adapt_schema, schema)
             self.assertLess(time.perf_counter() - started, 2, name)
-        huge = {**shut(a=TEXT), "default": "x" * 10_000_000}
+        huge = {**shut(a=TEXT), "default": "x" * 1_000_000}
         self.assertEqual(self.adapted(huge), (shut(a=TEXT), {"dropped /default"}))
 
     def test_a_contract_shares_nothing_with_the_schema(self) -> None:
@@ -2434,7 +2444,7 @@ RUNS, REFUSED = ("OK", "output"), ("APPROVAL_INVALID", "approval")
 class ProbeWorld(World):
     """A world with a write of one number, `probe`, once more as `other`; approvers by tenant."""
 
-    def __init__(self, **changes: Any) -> None:
+    def __init__(self, *, others: Sequence[td.ToolSpec] = (), **changes: Any) -> None:
         number = td.closed_object(n={"type": ["integer", "boolean"]})
         self.resource: object = td.Resource("r1", True)
         self.handler, self.find_receipt = Spy(self.act), Spy()
@@ -2443,7 +2453,7 @@ class ProbeWorld(World):
             "find_resource": lambda *_: self.resource, "handler": self.handler,
             "find_receipt": self.find_receipt, **changes,
         })
-        super().__init__(self.spec, replace(self.spec, name="other"))
+        super().__init__(self.spec, replace(self.spec, name="other"), *others)
         self.dispatcher.authority = td.ApprovalAuthority(bytes(32), APPROVERS)
 
     def act(self, command: td.Command) -> td.HandlerResult:
@@ -2463,7 +2473,7 @@ class ApprovalCase(unittest.TestCase):
 
     def setUp(self) -> None:
         self.ids = {"response_id": "resp-1", "call_id": "call-a", "operation_id": "op-1"}
-        self.world, self.call = ProbeWorld(), probe(**self.ids)
+        self.world, self.call = ProbeWorld(others=DEMO_TOOLS), probe(**self.ids)
         self.authority = self.world.dispatcher.authority
 
     def invalid(self, approval: object) -> None:
@@ -3062,7 +3072,7 @@ def replaced(package: Any) -> Iterator[tuple[str, object]]:
 
     Every leaf becomes each of the listed values; every node becomes null and a list that holds it.
     """
-    given: list[Any] = [None, True, 1, 1.0, "", "x", [], {}]
+    given: list[Any] = [None, True, 1, "x", {}]
     values = [(value, json.dumps(value)) for value in given]
     for parent, key, path in [*nodes(package)]:
         original, before = parent[key], json.dumps(parent[key])
@@ -3110,11 +3120,7 @@ def resealed(
     invocation: td.Invocation, package: td.Package, changes: dict[str, Any]
 ) -> td.Package:
     """A copy with changed values and every unkeyed digest recomputed, as any attacker could."""
-    forged = copy.deepcopy(package)
-    for path, value in changes.items():
-        parent, _, name = path.rpartition("/")
-        at(forged, parent)[name] = value
-
+    forged = altered(package, {**changes, AUDIT + "/binding/result_sha256": None})
     audit = forged["protected_audit"]
     audit["binding"]["result_sha256"] = td.digest(forged["model_result"])
     del audit["binding"]["call_binding_sha256"]
@@ -3192,7 +3198,7 @@ class ResultRebuilt(ResultCase):
                 for name in lists:
                     expected = {(name, "rebuilt")} if path.startswith(name + "/") else expected
 
-                found = self.found(invocation, package)
+                found = rules(td.validate_result(invocation, package))
                 if found != expected:   # an assertion that is missing ends the search
                     self.assertEqual((how, found), ("renamed", {missing}), (kind, path))
 
@@ -3205,8 +3211,9 @@ class ResultRebuilt(ResultCase):
 
     def test_an_adapters_error_names_every_place_and_rule(self) -> None:
         invocation, package = self.kinds["error"]
-        changed = tampered(package, RESULT + "/status", "x")
-        changed["protected_audit"]["x"] = changed["protected_audit"].pop("visibility")
+        audit = {**package["protected_audit"]}
+        audit["x"] = audit.pop("visibility")
+        changed = altered(package, {RESULT + "/status": "x", AUDIT: audit})
         with self.assertRaises(td.ResultContractError) as caught:
             payload_of(invocation, changed)
         self.assertIsInstance(caught.exception, ValueError)
@@ -3526,7 +3533,7 @@ class ResultForged(ResultCase):
         ]
 
         for call, expected in table:
-            world = World(failing, cheap)
+            world = World(failing, cheap, *DEMO_TOOLS)
             package = world.dispatch(call, deadline=NOW)
             invocation, believed = world.invocation(call), set()
             for ending in td.ERROR_CATALOG:
@@ -3711,7 +3718,7 @@ class EffectWorld(ProbeWorld):
     def publish(self, **changes: Any) -> None:
         """Register the probe anew, as it was but for the changes; authority and ledger stay."""
         spec = replace(self.spec, **changes)
-        self.tools = td.Registry([*self.downstream.tools(), spec, replace(spec, name="other")])
+        self.tools = td.Registry([spec, replace(spec, name="other")])
         self.dispatcher = self.wired()
 
     def wired(self, **options: Any) -> td.Dispatcher:
@@ -3805,6 +3812,7 @@ def in_turn(*steps: Callable[..., object]) -> Callable[..., Any]:
     return lambda *given: [step(*given) for step in steps][-1]
 
 
+@functools.cache
 def record(n: object = 1, key: str = "key-1", attempt: str = "a") -> Any:
     """A committed record as a dispatch leaves it, of an attempt with a name of our own."""
     world, call = EffectWorld(), probe(n, key=key)
@@ -4193,7 +4201,7 @@ class SqlLedgerFile(unittest.TestCase):
             wire.connection.rollback()  # what a server does for a connection that was lost
         self.assertFalse(wire.connection.in_transaction)
         world.ledger = td.SqlLedger(wire.connection)
-        world.publish()
+        world.dispatcher = world.wired()
         retried = world.approved(probe())
         if code(retried) == "OUTCOME_UNKNOWN":
             world.find_receipt.does = receipt_of if world.effects else td.NoEffect()
@@ -4330,7 +4338,7 @@ class DispatcherGates(unittest.TestCase):
     """Which gates a call enters, in which order, and what it has done where one refuses it."""
 
     def test_each_kind_of_call_enters_exactly_its_gates(self) -> None:
-        world, second = EffectWorld(), probe(2, key="key-2")
+        world, second = EffectWorld(others=DEMO_TOOLS), probe(2, key="key-2")
         left_open = world.left_open(second)
         world.find_receipt.does = lambda command: receipt_of(
             command, answer({"n": 2, "more": {}}, receipt_id="receipt-2"))
@@ -4494,7 +4502,7 @@ class DispatcherHost(unittest.TestCase):
     """What only the host can have caused is `HostContextError`, before any state changes."""
 
     def test_a_malformed_host_value_is_refused_before_anything_is_bound(self) -> None:
-        world, call = EffectWorld(), probe(call_id="call-a")
+        world, call = EffectWorld(others=DEMO_TOOLS), probe(call_id="call-a")
         instants: tuple[Any, ...] = (-1, LAST + 1, True, 1000.0, "1000", [])
         table: dict[str, dict[str, tuple[Any, ...]]] = {
             "dispatch": {"deadline": instants, "budget": (7, True, {}, SimpleNamespace())},
@@ -4567,7 +4575,7 @@ class DispatcherAuthorization(unittest.TestCase):
         self.assertEqual(world.handler.calls[-1][0].arguments, {"n": 1})
 
     def test_an_approver_is_shown_the_resource_of_a_sound_call_and_of_no_other(self) -> None:
-        world = World(tool_with(find_resource=raising(ValueError())))
+        world = World(tool_with(find_resource=raising(ValueError())), *DEMO_TOOLS)
         find = world.dispatcher.find_resource
         self.assertEqual(find(world.invocation(write())), td.Resource("ORDER-7-r1", True))
         for call in (read("ORDER-8"), read("ORDER-0"), bound("no_tool", {}), bound("probe", {})):
@@ -4763,11 +4771,11 @@ class DispatcherOutcome(unittest.TestCase):
         after = {"handler": ("unknown", 0), "output": ("unknown", 1)}
         for error, gate in itertools.product(
             (RuntimeError(), td.Refused("NOT_FOUND"), td.NotStarted("RATE_LIMIT"),
-             td.HostContextError("x"), KeyboardInterrupt(), asyncio.CancelledError()),
+             KeyboardInterrupt()),
             (*WRITES, "decline", "status_ref", "receipt"),
         ):
             with self.subTest(repr(error), gate=gate):
-                world, call = EffectWorld(), probe()
+                world, call = EffectWorld(others=DEMO_TOOLS), probe()
                 package = world.left_open(other := probe(9, key="key-9"))
                 stands, approvals = world.operation(other), [world.approval(call)]
                 world.find_receipt.does = receipt_of
@@ -4854,7 +4862,7 @@ class DispatcherOutcome(unittest.TestCase):
                     self.assertEqual(kind(late(world)), NOT_EXECUTED)
 
     def test_a_write_whose_output_is_refused_is_unknown_and_does_not_run_again(self) -> None:
-        world, good = EffectWorld(), {"n": 1, "more": {}}
+        world, good = EffectWorld(others=DEMO_TOOLS), {"n": 1, "more": {}}
         outputs: list[Any] = [
             None, True, good, (), {**fields_of(ANSWER)}, tuple(ANSWER), td.HandlerResult,
             SimpleNamespace(**fields_of(ANSWER)), look_alike(ANSWER)]
@@ -4963,7 +4971,7 @@ class DispatcherStatusQuery(unittest.TestCase):
 
     def test_a_query_that_differs_from_the_operation_is_a_conflict(self) -> None:
         for begin in ("approved", "left_open"):
-            world = EffectWorld()
+            world = EffectWorld(others=DEMO_TOOLS)
             package = getattr(world, begin)(self.call)
             stands, world.find_receipt.does = world.operation(self.call), receipt_of
 
@@ -5327,7 +5335,7 @@ class DispatcherDecline(unittest.TestCase):
             ("committed", call, ("OK", "idempotency")),
         ):
             with self.subTest(name, ending=ending):
-                world = EffectWorld()
+                world = EffectWorld(others=DEMO_TOOLS)
                 begin[name](world)
                 before = world.ledger.unresolved(), world.handler.count
                 package = self.declined(world, given)
@@ -5384,7 +5392,7 @@ class DispatcherBudget(unittest.TestCase):
             ("no effect at all", (9, 9, 0), [(one, "claim"), (read(), "OK")]),
         ):
             with self.subTest(name):
-                world, budget = EffectWorld(), budget_of(*bounds)
+                world, budget = EffectWorld(others=DEMO_TOOLS), budget_of(*bounds)
                 endings = [self.ends(world, call, budget) for call, _ in steps]
                 self.assertEqual(endings, [ending for _, ending in steps])
                 self.assertEqual(world.ledger.unresolved(), [])
@@ -5779,7 +5787,7 @@ class DispatcherInvariants(unittest.TestCase):
 
     def packages(self) -> Iterator[tuple[str, td.Invocation, td.Package]]:
         """A package of each of the five kinds."""
-        world, call, other = EffectWorld(), probe(), probe(key="key-2")
+        world, call, other = EffectWorld(others=DEMO_TOOLS), probe(), probe(key="key-2")
         yield "read", world.invocation(one := read()), world.dispatch(one)
         yield "write", world.invocation(call), world.approved(call)
         yield "replay", world.invocation(call), world.dispatch(call)
@@ -5821,7 +5829,7 @@ class DispatcherInvariants(unittest.TestCase):
 
     def test_absent_and_forbidden_are_one_answer(self) -> None:
         """Invariant 4. Reads, writes, status queries; absent, another subject's and tenant's."""
-        world = EffectWorld()
+        world = EffectWorld(others=DEMO_TOOLS)
         package, told = world.left_open(probe()), list[td.Package]()
 
         for ref in ("ORDER-0", "ORDER-8", "ORDER-9"):
@@ -5998,10 +6006,10 @@ class Kind(enum.StrEnum):
 
 def without(document: Any, pointer: str) -> Any:
     """A copy without what stands at one pointer."""
-    changed = copy.deepcopy(document)
     parent, _, name = pointer.rpartition("/")
-    del at(changed, parent)[name]
-    return changed
+    left = copy.copy(at(document, parent))
+    del left[name]
+    return tampered(document, parent, left) if parent else left
 
 
 def places_in(value: Any) -> Iterator[tuple[Any, Any]]:
@@ -6015,11 +6023,8 @@ def places_in(value: Any) -> Iterator[tuple[Any, Any]]:
 def call_item(provider: str, call_id: object = "call-1", **changes: object) -> Any:
     """One call as its provider writes it; `name` and `arguments` are put in as they are."""
     edge = EDGES[provider]
-    item = copy.deepcopy(edge.call)
-    for pointer, value in {"call_id": call_id, **changes}.items():
-        parent, _, name = getattr(edge, pointer).rpartition("/")
-        at(item, parent)[name] = value
-    return item
+    return altered(edge.call, {getattr(edge, field): value
+                               for field, value in {"call_id": call_id, **changes}.items()})
 
 
 def spelt(provider: str, arguments: object) -> object:
@@ -6350,11 +6355,12 @@ class ProviderInbound(unittest.TestCase):
 
     @each_provider
     def test_names_that_are_no_name_are_answered_with_unknown_tool(self, provider: str) -> None:
-        unnamed = without(call_item(provider), EDGES[provider].name)
-        names = [*NO_IDENTIFIERS, "Get_Order", Trap("a")]
-        for item in [unnamed, *(call_item(provider, name=name) for name in names)]:
+        world, unnamed = World(), without(call_item(provider), EDGES[provider].name)
+        items = [call_item(provider, f"call-{number}", name=name)
+                 for number, name in enumerate([*NO_IDENTIFIERS, "Get_Order", Trap("a")], 2)]
+        for item in [unnamed, *items]:
             (call,) = calls_in(provider, item)
-            ending = World().refusal(call.bind(operation_id="op-1"))
+            ending = world.refusal(call.bind(operation_id="op-1"))
             self.assertEqual(ending, ("UNKNOWN_TOOL", "registry"))
 
     def test_missing_arguments_are_answered_not_guessed(self) -> None:
@@ -6397,9 +6403,10 @@ class ProviderInbound(unittest.TestCase):
         table += [(value, reason if type(value) is inside else "type")
                   for value, reason in HOSTILE if type(value) is not str]
 
-        for given, reason in table:
-            (call,) = calls_in(provider, call_item(provider, arguments=given))
-            found = violations(World().dispatch(call.bind(operation_id="op-1")))
+        world = World()
+        for number, (given, reason) in enumerate(table):
+            (call,) = calls_in(provider, call_item(provider, f"call-{number}", arguments=given))
+            found = violations(world.dispatch(call.bind(operation_id="op-1")))
             self.assertEqual(found, [("", reason)], type(given))
 
     @each_provider
@@ -6961,19 +6968,9 @@ def fixture_story() -> dict[str, Any]:
     ], [fixture_step()])
 
 
-def fixture_changed(document: Any, changes: dict[str, object]) -> Any:
-    """A copy with other values at some pointers, list items among them."""
-    changed = copy.deepcopy(document)
-    for path, value in changes.items():
-        parent, _, name = path.rpartition("/")
-        place = at(changed, parent)
-        place[int(name) if isinstance(place, list) else name] = value
-    return changed
-
-
 def fixture_problems(changes: dict[str, object]) -> set[tuple[str, str]]:
     """The exact set of (path, rule) for which the story with these changes is refused."""
-    return refused_for(td.decode_fixture, json.dumps(fixture_changed(fixture_story(), changes)))
+    return refused_for(td.decode_fixture, json.dumps(altered(fixture_story(), changes)))
 
 
 def fixture_pointers(node: object, path: str = "") -> Iterator[str]:
@@ -7014,7 +7011,7 @@ class FixtureShape(unittest.TestCase):
                 expected = {**fits, "data": [data]}.get(path.rpartition("/")[2], [])
                 if "/arguments/" in path or "/data/" in path:
                     expected = values
-                tried = [json.dumps(fixture_changed(story, {path: value})) for value in values]
+                tried = [json.dumps(altered(story, {path: value})) for value in values]
                 refused = [refused_for(td.decode_fixture, raw) for raw in tried]
                 elsewhere = {where for found in refused for where, _ in found} - {""}
                 self.assertTrue(all(where.startswith(path) for where in elsewhere))
@@ -7033,7 +7030,7 @@ class FixtureShape(unittest.TestCase):
                 expected = {(f"{path}/{name}", "required")}
                 if name is None:
                     changed["undeclared"], expected = 1, {(path, "additionalProperties")}
-                raw = json.dumps(fixture_changed(story, {path: changed}))
+                raw = json.dumps(altered(story, {path: changed}))
                 self.assertEqual(refused_for(td.decode_fixture, raw), expected)
 
     def test_every_bound_holds_on_both_sides(self) -> None:
@@ -7081,9 +7078,9 @@ class FixtureShape(unittest.TestCase):
         for path, accepted, refused, rule in table:
             with self.subTest(path, rule=rule):
                 for value in accepted:
-                    changed = fixture_changed(story, {path: value})
+                    changed = altered(story, {path: value})
                     self.assertEqual(problems(td.FIXTURE_SCHEMA, changed), set())
-                changed = fixture_changed(story, {path: refused})
+                changed = altered(story, {path: refused})
                 self.assertEqual(problems(td.FIXTURE_SCHEMA, changed), {(path, rule)})
 
     def test_what_is_no_portable_json_is_refused_with_its_reason(self) -> None:
@@ -7111,9 +7108,9 @@ class FixtureShape(unittest.TestCase):
             ('{\n  "a" 1\n}', "line 2, column 7$"), ("", "line 1, column 1$"),
             ("[1,]", r"line 1, column \d$"), ("x" * 65_537, "65536"),
             ("[" * 33 + "]" * 33, r"\b32\b"),
-            (json.dumps(fixture_changed(fixture_story(), {expected + "code": "\u202e"})),
+            (json.dumps(altered(fixture_story(), {expected + "code": "\u202e"})),
              r"^[!-~ ]+\.\.\.$"),
-            (json.dumps(fixture_changed(fixture_story(), {expected + "delivery": "\u202e"})),
+            (json.dumps(altered(fixture_story(), {expected + "delivery": "\u202e"})),
              r"^[!-~ ]+[^.]$"),
         ]:
             self.assertRaisesRegex(td.FixtureError, told, td.decode_fixture, raw)
@@ -7214,8 +7211,8 @@ class FixtureRules(unittest.TestCase):
         ]
 
         for path, value in table:
-            story = fixture_changed(fixture_story(), {"/cases/1/principal/roles": ["a"]})
-            raw = json.dumps(fixture_changed(story, {path: value}))
+            story = altered(fixture_story(), {"/cases/1/principal/roles": ["a"]})
+            raw = json.dumps(altered(story, {path: value}))
             self.assertEqual(refused_for(td.decode_fixture, raw), {(path, "type")})
 
         many = fixture_of(*anything([1] * 256) * 4)    # so many that the rest is not judged
@@ -7487,7 +7484,7 @@ def cli_fixture(**changes: object) -> bytes:
     fixture = td.load_fixture(BUNDLED)
     fixture["cases"] = fixture["cases"][:1]
     moved = {"/cases/0/steps/0" + path: value for path, value in changes.items()}
-    return json.dumps(fixture_changed(fixture, moved)).encode()
+    return json.dumps(altered(fixture, moved)).encode()
 
 
 def cli_step(*argv: str, stdin: bytes | None = None) -> Any:
@@ -7542,13 +7539,9 @@ class CommandLine(unittest.TestCase):
         ]
 
         for options, width in table:
-            shown = [cli("--format", "text", *argv, **options)[1].splitlines()
-                     for argv in ((), ("--explain",))]
+            _, shown, _ = cli("--case", "own-order", "--format", "text", "--explain", **options)
             with self.subTest(options):
-                longest = [max(map(len, lines)) for lines in shown]
-                self.assertLessEqual(max(longest), width)
-                self.assertGreater(longest[1], width - 10)
-                self.assertEqual(shown[0][-1], CLI_LAST)
+                self.assertIn(max(map(len, shown.splitlines())), range(width - 9, width + 1))
 
     def test_auto_is_text_on_a_terminal_and_json_otherwise(self) -> None:
         for given, terminal, expected in [
@@ -7997,19 +7990,18 @@ class ReadmeTests(unittest.TestCase):
 class CommandLineProcesses(unittest.TestCase):
     """What needs an interpreter of its own; all of them run side by side."""
 
-    MODES = ("", "-O", "-W error", "-O -W error")
     ended: dict[str, tuple[int, bytes, bytes]]
 
     @classmethod
     def setUpClass(cls) -> None:
         there, closed = os.pipe()
         os.close(there)
-        json_run = [td.__file__, "--format", "json", "--explain"]
+        json_run = ["-O", "-W", "error", td.__file__, "--format", "json", "--explain"]
         text_run = [td.__file__, "--format", "text", "--explain", "--fixture", "-"]
-        runs: dict[str, Any] = {mode: (mode.split() + json_run, {}) for mode in cls.MODES}
-        for encoding in ("cp1252", "ascii"):
-            runs[encoding] = text_run, {"PYTHONIOENCODING": encoding}
-        runs["closed pipe"] = [td.__file__, "--version"], {}    # short: fails only when flushed
+        runs: dict[str, Any] = {
+            "optimized": (json_run, {}), "encoded": (text_run, {"PYTHONIOENCODING": "cp1252"}),
+            "closed pipe": ([td.__file__, "--version"], {}),    # short: fails only when flushed
+        }
 
         raw = cli_fixture(**{"/proposal/name": "Zürich-\u202e"})
         cls.ended = {}
@@ -8024,20 +8016,17 @@ class CommandLineProcesses(unittest.TestCase):
                 out, err = process.communicate(raw if "--fixture" in runs[name][0] else None)
                 cls.ended[name] = process.returncode, out, err
 
-    def test_the_bundled_cases_end_the_same_from_another_directory_in_each_mode(self) -> None:
-        """`-O` removes asserts: nothing that decides may be one."""
+    def test_the_bundled_cases_end_the_same_from_another_directory_without_asserts(self) -> None:
+        """`-O` removes them: nothing that decides may be one."""
         here = cli("--format", "json", "--explain")[1]
         self.assertEqual(json.loads(here)["passed"], True)
-        for mode in self.MODES:
-            with self.subTest(mode=mode):
-                self.assertEqual(self.ended[mode], (0, here.encode(), b""))
+        self.assertEqual(self.ended["optimized"], (0, here.encode(), b""))
 
     def test_a_console_that_cannot_show_a_character_gets_utf8_all_the_same(self) -> None:
-        for encoding in ("cp1252", "ascii"):
-            status, out, err = self.ended[encoding]
-            words = out.decode("utf-8").split()
-            self.assertEqual((status, err, words.count("Zürich-\\u202e"), b"\r" in out),
-                             (1, b"", 1, False))
+        status, out, err = self.ended["encoded"]
+        words = out.decode("utf-8").split()
+        self.assertEqual((status, err, words.count("Zürich-\\u202e"), b"\r" in out),
+                         (1, b"", 1, False))
 
     def test_a_closed_pipe_leaves_no_traceback(self) -> None:
         self.assertEqual(self.ended["closed pipe"], (0, None, b""))
