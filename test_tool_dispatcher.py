@@ -37,7 +37,7 @@ import time
 import unittest
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from random import Random
@@ -339,7 +339,8 @@ HOSTILE: list[tuple[Any, str]] = [      # Python values that no JSON holds, and 
     (nested(33), "depth"), (CYCLE, "depth"), ({"k": CYCLE}, "depth"), (DOUBLING, "depth"),
     ("x" * 200_000, "budget"), ("\ud83c" * 200_000, "budget"), ({"x" * 200_000: 1}, "budget"),
     ([None] * 200_000, "budget"), (["x" * 65_000] * 1000, "budget"),
-    (aliases("x" * 1000, 1000, 1000, 1000), "budget"),   # last: without a budget it would fill the memory
+    # Last, for without a budget it would fill the memory.
+    (aliases("x" * 1000, 1000, 1000, 1000), "budget"),
 ]
 NO_IDENTIFIERS: list[Any] = [
     None, "", " ", "a b", "a\n", "\x1ba", "x" * 256, "\u00e9", 7, True, b"a", ["a"], {}, Text("a"),
@@ -1056,7 +1057,7 @@ class ForbiddenNames(unittest.TestCase):
     INPUTS = ("tenant", "tenantId", "TENANT_ID", "tenants", "call-id", "call.ids", "callID",
               "idempotencyKey", "principal_amount", "userTenantId", "approvalId", "call_id_2",
               "statusRef", "subjectId", "\uff54\uff45\uff4e\uff41\uff4e\uff54", "call_i_d_x",
-              "t.e.n.a.n.t")
+              "t.e.n.a.n.t", "my_own_new_tenant_id")
     OUTPUTS = ("accessToken", "access_tokens", "X-API-Key", "APIKey", "apikeys", "sécret", "JWTs",
                "se\u200bcret", "se\u3164cret", "se\x00cret", "paßword", "next_page_token",
                "TOKENvalue", "JWTtoken", "refreshTOKENhash",
@@ -3120,7 +3121,7 @@ def resealed(
     invocation: td.Invocation, package: td.Package, changes: dict[str, Any]
 ) -> td.Package:
     """A copy with changed values and every unkeyed digest recomputed, as any attacker could."""
-    forged = altered(package, {**changes, AUDIT + "/binding/result_sha256": None})
+    forged: td.Package = altered(package, {**changes, AUDIT + "/binding/result_sha256": None})
     audit = forged["protected_audit"]
     audit["binding"]["result_sha256"] = td.digest(forged["model_result"])
     del audit["binding"]["call_binding_sha256"]
@@ -7542,6 +7543,20 @@ class CommandLine(unittest.TestCase):
             _, shown, _ = cli("--case", "own-order", "--format", "text", "--explain", **options)
             with self.subTest(options):
                 self.assertIn(max(map(len, shown.splitlines())), range(width - 9, width + 1))
+
+    def test_endings_stand_in_one_column_and_help_fits_as_well(self) -> None:
+        for terminal, column in ((None, 47), (60, 24), (100, 47), (109, 56), (200, 56)):
+            _, out, _ = cli("--case", "own-order", "--format", "text", terminal=terminal)
+            self.assertEqual(out.find("OK  committed"), column, terminal)
+        shown, fitting, wide = (cli("--help", terminal=width) for width in (None, 100, 200))
+        self.assertEqual((shown, shown == wide), (fitting, False))
+
+    def test_what_is_wrapped_goes_on_below_where_it_began(self) -> None:
+        failing = cli_fixture(**{"/expected/data": {"order_ref": "ORDER-9"}})
+        lines = cli_text(failing, "--explain", terminal=60)
+        for begins, indent in (("  host says ", 17), ("      data  ", 8)):
+            behind = next(at for at, line in enumerate(lines, 1) if line.startswith(begins))
+            self.assertRegex(lines[behind], f"^ {{{indent}}}[^ ]")
 
     def test_auto_is_text_on_a_terminal_and_json_otherwise(self) -> None:
         for given, terminal, expected in [
