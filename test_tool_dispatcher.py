@@ -4038,6 +4038,13 @@ def keeping(opened: list[sqlite3.Connection], *statements: str) -> Any:
     return patch.object(sqlite3, "connect", connecting)
 
 
+def portable_ledger(test: unittest.TestCase) -> td.SqlLedger:
+    """A ledger in the default mode, with another placeholder and nothing beyond PEP 249."""
+    wire = Wire(connect())
+    test.addCleanup(wire.close)
+    return td.SqlLedger(wire, placeholder="%s")
+
+
 class SqlLedgers(Ledgers):
     """The same on `SqlLedger`, over a connection in autocommit mode."""
 
@@ -4048,12 +4055,10 @@ class SqlLedgers(Ledgers):
 
 
 class SqlLedgersOnAnyConnection(Ledgers):
-    """The same in the default mode, with another placeholder and nothing beyond PEP 249."""
+    """The same on whatever PEP 249 has in common."""
 
     def make(self) -> td.Ledger:
-        wire = Wire(connect())
-        self.addCleanup(wire.close)
-        return td.SqlLedger(wire, placeholder="%s")
+        return portable_ledger(self)
 
 
 class SqlLedgerFile(unittest.TestCase):
@@ -5219,9 +5224,7 @@ class DispatcherLease(unittest.TestCase):
 
 class DispatcherLeaseInSql(DispatcherLease):
     def make(self) -> td.Ledger:
-        wire = Wire(connect())
-        self.addCleanup(wire.close)
-        return td.SqlLedger(wire, placeholder="%s")
+        return portable_ledger(self)
 
 
 class DispatcherThreads(unittest.TestCase):
