@@ -1263,7 +1263,6 @@ class _Adapter:
         return {"type": [*dict.fromkeys([*_type_names(contract), "null"])]} if value else {}
 
 
-# What a value is held against once it is copied.
 # What becomes of each keyword, in the order of rewriting: the types it speaks of (none: of every
 # type), the shape of what it says (none: the rewriting sees to that), and what rewrites it.
 # Annotations are dropped; any other keyword is refused.
