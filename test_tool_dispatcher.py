@@ -1358,6 +1358,7 @@ NOT_SCHEMAS: dict[str, object] = {
     "enum": obj(a={"enum": ["x" * 20] * 200_000}), "union": obj(a={"anyOf": [DEAR] * 200_000}),
     "pointers": obj(**{"n" * 60_000: obj(**{name: {"type": "string"} for name in "abc"})}),
     "keys": {1: {"type": "string"}}, "inner keys": {"properties": {"a": {1: 2}}, "type": "object"},
+    "trap": {"$ref": "#/$defs/d", "$defs": {Trap("d"): {"type": "object"}}},
     "astral": obj(**{"\U0001f378": TEXT}), "number": obj(a={"enum": [10**5_000]}),
 }
 
