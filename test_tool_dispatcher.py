@@ -831,6 +831,8 @@ class Contracts(unittest.TestCase):
             ({"type": "string", "const": "a"}, "a", "b", "const"),
             ({"type": "null"}, None, 0, "type"), ({"enum": [None, 1]}, 1, 2, "enum"),
             ({"const": None}, None, 0, "const"), (OPTIONAL, {"a": 1}, {}, "required"),
+            ({"const": 1, "enum": [2, 1]}, 1, 2, "const"),
+            ({"const": "a", "enum": ["b"]}, None, "a", "const"),
         ]:
 
             before, loose = copy.deepcopy(schema), td.nullable(schema)
@@ -1090,13 +1092,14 @@ class Patterns(unittest.TestCase):
     SOUND = (r"^\(?-?[0-9]+\)?$", "^[(?a-z]+$", "^([a-z]+-)?[0-9]+$", "^$", r"^abc\\$", "^[|]$",
              r"^\|$", "^[]|]+$", r"^[\]|]$", "^(a{2})?$", "^(a?b)?$", r"^(\+)*$", "^([*+])+$",
              "^(a{x})+$", "^((a)(b))+$", "^(?:ab)+$", "^([a]?i)$", "^(?=a)a+$",
-             "^" + "a" * 4094 + "$")
+             "^" + "a?" * 16 + "(?:a){2}" * 9 + "$", "^" + "a" * 4094 + "$")
     UNSOUND = ("^(a?b)*$", r"^(\d\d?)*$", "^(a?){22}a{22}$",
                "^(?i)a$", "^(?i:a)$", "^(?#a)b$", "^(a+)+$", "^([a-z]*)*$", "^(a{1,9}){9}$",
                "^(a{,3})*$", "^(a{2})+$", "^((a+)?b)*$", "^((a)+)*$", "^(a+(b)c)*$", "^(?:a+)*$",
                "^a|b$",
                "^(a|b)$", "", "^", "$", "a", "a$", "^a", r"^abc\$", r"^\\\$", "^[a$", "^[a$]",
                "^(a$", "^a)$", "^*$", r"^\p{L}$", "^[[a]$", "^a{99999999999}$",
+               *("^" + each * 17 + "$" for each in ("a?", "a*", "a+", "a{,1}", "a{1,2}")),
                "^" + "(" * 2000 + ")" * 2000 + "$", "^" + "a" * 4095 + "$", "[" * 9_999_999)
 
     def test_a_pattern_is_sound_or_not(self) -> None:
@@ -1230,7 +1233,8 @@ REFUSED_SCHEMAS: tuple[tuple[object, str], ...] = (
     ({"oneOf": [TEXT], "allOf": [TEXT]}, "/allOf"),
     ({"$ref": "#/$defs/text", "minimum": 1}, "/$ref"),
     *(({"$ref": ref}, "/$ref") for ref in (
-        "https://example.org/a", "a.json", "#text", "#/$defs/none", "#/type/0", "", 5, None)),
+        "https://example.org/a", "a.json", "#text", "#/$defs/none", "#/type/0", "",
+        "#/$defs/list/00", "#/$defs/list/1", 5, None)),
     ({"properties": {"a": TEXT}}, "/properties"), ({"maxLength": 1}, "/maxLength"),
     ({"enum": ["a"], "minLength": 1}, "/minLength"), ({"nullable": True}, "/nullable"),
     ({"type": "string", "nullable": "yes"}, "/nullable"), ({"enum": []}, "/enum"),
@@ -1390,7 +1394,7 @@ class ForeignSchemas(unittest.TestCase):
 
     def test_what_a_contract_cannot_say_is_refused_at_its_pointer(self) -> None:
         for node, where in REFUSED_SCHEMAS:
-            schema = {**shut(it=node), "$defs": {"text": TEXT}}  # type: ignore[arg-type]
+            schema = {**shut(it=node), "$defs": {"text": TEXT, "list": [TEXT]}}  # type: ignore[arg-type]
             with self.subTest(node=repr(node)[:200]):
                 found = self.refused_at(schema, max_length=50, max_items=5)
                 self.assertEqual(found, f"/properties/it{where}")
@@ -1626,6 +1630,8 @@ class HostValues(unittest.TestCase):
         with self.assertRaises(td.Refused) as caught:
             self.assertIsNone(td.Invocation(USER, read(), None).tool)
         self.assertEqual(caught.exception.code, "UNKNOWN_TOOL")
+        # No gate's own answer: an observer that asks could turn an effect into `not_started`.
+        self.assertIs(type(caught.exception), td.Refused)
 
         for field, values in wrong.items():
             for bad in values:
@@ -4506,6 +4512,9 @@ class DispatcherGates(unittest.TestCase):
             self.assertEqual(silent.dispatch(USER, call, now=NOW), world.dispatch(call))
 
 
+Unnamed = type("Unnamed", (), {"name": property(raising(KeyError("MARKER")))})
+
+
 class DispatcherHost(unittest.TestCase):
     """What only the host can have caused is `HostContextError`, before any state changes."""
 
@@ -4523,7 +4532,8 @@ class DispatcherHost(unittest.TestCase):
             "query_operation_status": {"status_ref": "s", "expected_request_sha256": "0" * 64}}
 
         for method, fields in table.items():
-            every = {"principal": (None,), "call": (None,), "now": (*instants, None), **fields}
+            every = {"principal": (None,), "call": (None, Unnamed()), "now": (*instants, None),
+                     **fields}
             for field, value in [(field, value) for field, some in every.items() for value in some]:
                 world.gates.clear()
                 good = {"principal": USER, "call": call, "now": NOW, **given[method]}
@@ -7656,7 +7666,9 @@ class CommandLine(unittest.TestCase):
     def test_wrong_options_never_repeat_what_was_typed(self) -> None:
         self.assertEqual(len({self.usage(*argv) for argv in [
             ["--unknown", CLI_SECRET], [f"--unknown={CLI_SECRET}"], ["-x", CLI_SECRET],
-            [CLI_SECRET], ["--", CLI_SECRET], ["--format", CLI_SECRET], ["--tools", CLI_SECRET],
+            [CLI_SECRET], ["--", CLI_SECRET], ["--format", CLI_SECRET],
+            *([f"--{option}=--"] for option in ("case", "tools", "format", "fixture")),
+            ["--tools", CLI_SECRET],
             [f"--version={CLI_SECRET}"], ["--fix", CLI_SECRET], ["--explai"], ["own-order"],
             ["--tools", "OpenAI"], ["--fixture"], ["--case"], ["--format"], ["--tools"],
             ["--print-schema", "--version"], ["--tools", "openai", "--help"],

@@ -773,17 +773,33 @@ def closed_object(**properties: JsonObject) -> JsonObject:
     return {**open_object(**properties), "additionalProperties": False}
 
 
+def _options_of(contract: JsonObject) -> list[Any]:
+    """Return the values to which a contract is limited; none where it enumerates none."""
+    return [contract["const"]] if "const" in contract else contract.get(
+        "enum", [None] if _type_names(contract) == ["null"] else [])
+
+
+def _passing_options_of(contract: JsonObject) -> list[Any]:
+    """Return those that pass the rest of their own contract."""
+    # An enum is not asked for its own members: compared deeply, each with each, many take minutes.
+    judge = _compile({keyword: said for keyword, said in contract.items()
+                      if keyword != "enum" or "const" in contract}, None)
+    return [option for option in _options_of(contract) if not judge(option)]
+
+
 def nullable(contract: JsonObject) -> JsonObject:
     """Let a contract accept `null` too, whatever bounds it: its type, its options, its constant.
 
     >>> nullable({"type": "string", "enum": ["a", "b"]})
     {'type': ['string', 'null'], 'enum': ['a', 'b', None]}
     """
-    names, wide = _type_names(contract), dict(contract)
+    names, wide = _type_names(contract), {
+        keyword: said for keyword, said in contract.items() if keyword != "const"}
     if names and "null" not in names:
         wide["type"] = [*names, "null"]
-    if options := [wide.pop("const")] if "const" in wide else wide.get("enum"):
-        wide["enum"] = options if None in options else [*options, None]
+    if contract.keys() & _OPTIONS.keys():   # a constant counts only where an enum beside it has it
+        wide["enum"] = options if None in (options := _passing_options_of(contract)) else [
+            *options, None]
     return wide
 
 
@@ -887,13 +903,14 @@ def is_sound_pattern(pattern: str) -> bool:
     """Tell whether a contract may hold this pattern: `^...$`, at most 4,096 characters.
 
     It holds no alternation, because `^a|b$` is open on two sides (a literal bar is `[|]`), no
-    inline flag, and no repeated group (`*`, `+`, `{n}`; `?` repeats nothing) that holds a
-    repetition or something optional. What takes polynomial time passes: keep `maxLength` small.
+    inline flag, no repeated group (`*`, `+`, `{n}`; `?` repeats nothing) that holds a repetition or
+    something optional, and at most 16 of `*`, `+`, `?` and `{m,n}`, since each may double the time.
+    What takes polynomial time passes: keep `maxLength` small.
 
     >>> [is_sound_pattern(pattern) for pattern in ("^([a-z]+-)?[0-9]+$", "^(a+)+$", "^a|b$")]
     [True, False, False]
     """
-    # Compiling takes some ten microseconds a character.
+    # Compiling takes some ten microseconds a character, a class beyond ASCII a millisecond.
     if len(pattern) > 4096 or not _compiles(pattern):
         return False
 
@@ -902,7 +919,8 @@ def is_sound_pattern(pattern: str) -> bool:
     syntax = re.sub(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", ".", pattern, flags=re.DOTALL)
     # An inline flag would undo the ASCII classes, and `(?#` hides a comment.
     return (syntax.startswith("^") and syntax.endswith("$")) and "|" not in syntax and not (
-        re.search(r"\(\?[aiLmsux#-]", syntax) or _repeats_a_repetition(syntax))
+        re.search(r"\(\?[aiLmsux#-]", syntax) or _repeats_a_repetition(syntax)
+        or len(re.findall(r"[*+]|(?<!\()\?|\{[0-9]*,[0-9]*\}", syntax)) > 16)
 
 
 # --- What a contract may say ---
@@ -944,8 +962,8 @@ def _complaints_of(schema: JsonObject, role: str, exempt: tuple[str, ...]) -> It
         ("string" in types and not said & _BOUNDED_TEXT,
          "a string needs maxLength, enum, const or format"),
         (not is_sound_pattern(schema.get("pattern", "^$")),
-         "pattern must be one ^...$ without | (in a class it is a letter: [|]), inline flags, and"
-         " a repeated group that holds a repetition"),
+         "pattern must be one ^...$ without | (in a class it is a letter: [|]), inline flags,"
+         " a repeated group that holds a repetition, and more than 16 of * + ? {m,n}"),
         (is_input and schema.get("maxLength", 0) > MAX_ARGUMENT_BYTES,
          f"maxLength exceeds the {MAX_ARGUMENT_BYTES} bytes that all arguments may have"),
         ("array" in types and "maxItems" not in said, "an array needs maxItems"),
@@ -1041,20 +1059,6 @@ class _Place(NamedTuple):
 
     def refuse(self, complaint: str) -> NoReturn:
         raise ContractError(f"schema at {readable(pointer(self.path))}: {complaint}")
-
-
-def _options_of(contract: JsonObject) -> list[Any]:
-    """Return the values to which a contract is limited; none where it enumerates none."""
-    return [contract["const"]] if "const" in contract else contract.get(
-        "enum", [None] if _type_names(contract) == ["null"] else [])
-
-
-def _passing_options_of(contract: JsonObject) -> list[Any]:
-    """Return those that pass the rest of their own contract."""
-    # An enum is not asked for its own members: compared deeply, each with each, many take minutes.
-    judge = _compile({keyword: said for keyword, said in contract.items()
-                      if keyword != "enum" or "const" in contract}, None)
-    return [option for option in _options_of(contract) if not judge(option)]
 
 
 def _types_of(contract: JsonObject) -> list[str]:
@@ -1178,7 +1182,7 @@ class _Adapter:
         found = self.document
         for token in tokens:
             if type(found) is list:
-                index = int(token) if re.fullmatch("[0-9]{1,9}", token) else len(found)
+                index = int(token) if re.fullmatch("0|[1-9][0-9]{0,8}", token) else len(found)
                 found = found[index] if index < len(found) else None
                 continue
             members = found if type(found) is dict else {}
@@ -1999,7 +2003,7 @@ class Invocation:
     def tool(self) -> ToolSpec:
         """The registered tool; `Refused` with UNKNOWN_TOOL where there is none (invariant 1)."""
         if self.spec is None:
-            raise _Stop("UNKNOWN_TOOL")
+            raise Refused("UNKNOWN_TOOL")   # no `_Stop`: anybody may ask
         return self.spec
 
     @property
@@ -3181,7 +3185,8 @@ class Dispatcher:
 
     def resolve(self, principal: Principal, call: ToolCall) -> Invocation:
         """Return the trusted context of a call. Raises `HostContextError` for anything else."""
-        return Invocation(principal, call, self.registry.find(getattr(call, "name", None)))
+        return Invocation(
+            principal, call, self.registry.find(call.name) if type(call) is ToolCall else None)
 
     def find_resource(self, invocation: Invocation) -> Resource | None:
         """Return what an approver should look at; `None` where this call could reach nothing."""
@@ -4862,7 +4867,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     could not be written. 130: interrupted by Ctrl-C, as a shell says it.
     """
     try:
-        text, status = _answer_command(_make_parser().parse_args(argv))
+        # In Python 3.11 argparse takes `--` for no value and passes on a list. `-` it refuses.
+        text, status = _answer_command(_make_parser().parse_args([
+            re.sub("^--[a-z-]+=--$", "-", given)
+            for given in (sys.argv[1:] if argv is None else argv)]))
         if _emit(text, sys.stdout):
             return status
         complaint = "the output cannot be written"
