@@ -2450,19 +2450,23 @@ OTHERS = (td.Principal("tenant-b", "user-1", ()), td.Principal("tenant-a", "user
 RUNS, REFUSED = ("OK", "output"), ("APPROVAL_INVALID", "approval")
 
 
+NUMBERED = td.closed_object(n={"type": ["integer", "boolean"]})
+OTHER = tool_with(      # a write like the probe
+    name="other", risk="write", input_schema=NUMBERED, output_schema=NUMBERED, echoes={"n": "n"})
+
+
 class ProbeWorld(World):
-    """A world with a write of one number, `probe`, once more as `other`; approvers by tenant."""
+    """A world with a write of one number, `probe`, and approvers by tenant."""
 
     def __init__(self, *, others: Sequence[td.ToolSpec] = (), **changes: Any) -> None:
-        number = td.closed_object(n={"type": ["integer", "boolean"]})
         self.resource: object = td.Resource("r1", True)
         self.handler, self.find_receipt = Spy(self.act), Spy()
         self.spec = tool_with(**{
-            "risk": "write", "input_schema": number, "output_schema": number, "echoes": {"n": "n"},
-            "find_resource": lambda *_: self.resource, "handler": self.handler,
-            "find_receipt": self.find_receipt, **changes,
+            "risk": "write", "input_schema": NUMBERED, "output_schema": NUMBERED,
+            "echoes": {"n": "n"}, "find_resource": lambda *_: self.resource,
+            "handler": self.handler, "find_receipt": self.find_receipt, **changes,
         })
-        super().__init__(self.spec, replace(self.spec, name="other"), *others)
+        super().__init__(self.spec, *others)
         self.dispatcher.authority = td.ApprovalAuthority(bytes(32), APPROVERS)
 
     def act(self, command: td.Command) -> td.HandlerResult:
@@ -2482,7 +2486,7 @@ class ApprovalCase(unittest.TestCase):
 
     def setUp(self) -> None:
         self.ids = {"response_id": "resp-1", "call_id": "call-a", "operation_id": "op-1"}
-        self.world, self.call = ProbeWorld(others=DEMO_TOOLS), probe(**self.ids)
+        self.world, self.call = ProbeWorld(others=[*DEMO_TOOLS, OTHER]), probe(**self.ids)
         self.authority = self.world.dispatcher.authority
 
     def invalid(self, approval: object) -> None:
@@ -4989,7 +4993,7 @@ class DispatcherStatusQuery(unittest.TestCase):
 
     def test_a_query_that_differs_from_the_operation_is_a_conflict(self) -> None:
         for begin in ("approved", "left_open"):
-            world = EffectWorld(others=DEMO_TOOLS)
+            world = EffectWorld(others=[*DEMO_TOOLS, OTHER])
             package = getattr(world, begin)(self.call)
             stands, world.find_receipt.does = world.operation(self.call), receipt_of
 
@@ -7206,7 +7210,8 @@ class FixtureRules(unittest.TestCase):
                 self.assertEqual(fixture_problems(changes), found)
 
     def test_an_expectation_agrees_with_the_catalog_row_of_its_code(self) -> None:
-        place, others = "/cases/1/steps/0/expected", [
+        story, place = fixture_of([fixture_step()]), "/cases/0/steps/0/expected"
+        others: list[tuple[str, Any]] = [
             ("status", "succeeded"), ("status", "failed"), ("outcome", "committed"),
             ("outcome", "unknown"), ("outcome", "not_started"), ("recovery", "none"),
             ("recovery", "query_status"), ("delivery", "local_replay"),
@@ -7215,7 +7220,8 @@ class FixtureRules(unittest.TestCase):
             expected = fixture_expected(name_of_code, {} if name_of_code == "OK" else None)
             for name, value in others:
                 fits = value == expected[name] or (name == "delivery" and name_of_code == "OK")
-                found = fixture_problems({place: {**expected, name: value}})
+                changed = altered(story, {place: {**expected, name: value}})
+                found = refused_for(td.decode_fixture, json.dumps(changed))
                 self.assertEqual(found, set() if fits else {(f"{place}/{name}", "catalog")})
 
     def test_a_misshapen_part_is_looked_at_no_further(self) -> None:
@@ -7497,7 +7503,7 @@ def cli(
 
 def cli_fixture(**changes: object) -> bytes:
     """The bundled first case alone, with values of its one step changed by pointer."""
-    fixture = td.load_fixture(BUNDLED)
+    fixture = json.loads(BUNDLED.read_bytes())
     fixture["cases"] = fixture["cases"][:1]
     moved = {"/cases/0/steps/0" + path: value for path, value in changes.items()}
     return json.dumps(altered(fixture, moved)).encode()
