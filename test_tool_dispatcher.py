@@ -1198,6 +1198,11 @@ NODES: tuple[tuple[Node, Node, set[str]], ...] = (
     ({"anyOf": [{**TEXT, "title": "of"}, NULL], "default": None, "description": "mine"},
      {"type": ["string", "null"], "maxLength": 9, "title": "of", "description": "mine"},
      {"rewritten /anyOf", "dropped /default"}),
+    # An option counts only where the rest of its own branch lets it pass.
+    ({"anyOf": [{"type": "string", "enum": ["a", 1]}, {"const": "b"}]}, {"enum": ["a", "b"]},
+     {"rewritten /anyOf"}),
+    ({"anyOf": [{"const": "c", "enum": ["a", "b"]}, {"const": "b"}]}, {"enum": ["b"]},
+     {"rewritten /anyOf"}),
     ({"anyOf": [TEXT, {"type": "array", "items": TEXT, "maxItems": 2}, {"const": None}]},
      {"type": ["string", "array", "null"], "maxLength": 9, "maxItems": 2, "items": TEXT},
      {"rewritten /anyOf"}),
