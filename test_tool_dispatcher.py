@@ -1135,6 +1135,7 @@ def nest(levels: int, inside: Node) -> Node:
 NODES: tuple[tuple[Node, Node, set[str]], ...] = (
     (TEXT, TEXT, set()),
     ({"type": "string"}, {"type": "string", "maxLength": 50}, {"narrowed "}),
+    ({"type": ["string"], "maxLength": 9}, TEXT, {"rewritten /type"}),
     ({"type": "string", "maxLength": 51}, {"type": "string", "maxLength": 50},
      {"narrowed /maxLength"}),
     ({"type": "string", "maxLength": 51.0}, {"type": "string", "maxLength": 50},
@@ -1363,6 +1364,8 @@ NOT_SCHEMAS: dict[str, object] = {
     "text": {"type": "object", "description": "x" * 1_000_000},
     "options": obj(**dict.fromkeys(map("p{}".format, range(1_000)), WIDE)),
     "names": obj(**dict.fromkeys(map(str, range(30_000)), TEXT)),
+    "ranges": obj(**{f"p{n}": {"type": "string", "pattern": f"^[a-{end}]{{{n}}}$"}
+                     for n, end in enumerate(["\\u0100", "\\U00000100", "\u0100"] * 45)}),
     "keywords": dict.fromkeys(map("x-{}".format, range(20_000)), 1),
     "enum": obj(a={"enum": ["x" * 20] * 200_000}), "union": obj(a={"anyOf": [DEAR] * 200_000}),
     "pointers": obj(**{"n" * 60_000: obj(**{name: {"type": "string"} for name in "abc"})}),

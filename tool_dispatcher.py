@@ -873,9 +873,8 @@ _REPETITION: Final = r"(?:[*+]|\{(?:[0-9]+|[0-9]*,[0-9]*)\})"
 
 
 def _compiles(pattern: str) -> bool:
-    with warnings.catch_warnings():
-        # What only warns today would refuse or match otherwise tomorrow.
-        warnings.simplefilter("error")
+    # What only warns today would refuse or match otherwise tomorrow.
+    with warnings.catch_warnings(action="error"):
         try:
             return bool(re.compile(pattern, re.ASCII))
         except (re.error, OverflowError, RecursionError, Warning):
@@ -1187,7 +1186,7 @@ class _Adapter:
                 continue
             members = found if type(found) is dict else {}
             # Looking costs a sixteenth of a name.
-            self.plain([""] * min(len(members) // 16, MAX_COST), at, "names")
+            self.plain([""] * min(len(members) // 16, MAX_COST), at, "anything")
             # Compared, not looked up: a stranger's name could bring a hash of its own.
             found = next((inner for name, inner in members.items()
                           if type(name) is str and name == token), None)
@@ -1234,6 +1233,12 @@ class _Adapter:
     def keep(self, keyword: str, value: Any, at: _Place, contract: JsonObject) -> JsonObject:
         return {keyword: value}
 
+    def keep_sound(self, keyword: str, value: str, at: _Place, contract: JsonObject) -> JsonObject:
+        # A range beyond ASCII may take 2 ms to compile, as long as a thousand names to copy.
+        self.plain([""] * min(
+            1024 * len(re.findall(r"-(?:\\[uUN]|[^\0-\x7f])", value)), MAX_COST), at, "anything")
+        return (self.keep if is_sound_pattern(value) else self.loosen)(keyword, value, at, contract)
+
     def loosen(self, keyword: str, value: Any, at: _Place, contract: JsonObject) -> JsonObject:
         if value is False or same_json(0, value):
             return self.note(at, "rewritten", "every value passes it")
@@ -1276,14 +1281,15 @@ _REWRITINGS: Final[dict[str, tuple[str, str, _Rewriting]]] = {
     "allOf": ("alone", "", _Adapter.unite),                 # its one schema
     "anyOf": ("alone", "", _Adapter.unite),                 # one node: options, or several types
     "oneOf": ("alone", "", _Adapter.unite),
-    "type": ("", "types", _Adapter.keep),
+    "type": ("", "types", lambda run, keyword, value, at, _: {   # a list of one is its name
+        keyword: value} if type(value) is str or len(value) > 1 else {
+        keyword: value[0], **run.note(at, "rewritten", "one type needs no list")}),
     "const": ("", "anything", _Adapter.keep),
     "enum": ("", "options", _Adapter.keep),
     "nullable": (" ".join(_TYPES), "boolean", _Adapter.add_null),
     "minLength": ("string", "count", _Adapter.keep),
     "maxLength": ("string", "", _Adapter.keep_most),        # itself, or the cap
-    "pattern": ("string", "text", lambda run, *said: (      # itself, or loosened
-        run.keep if is_sound_pattern(said[1]) else run.loosen)(*said)),
+    "pattern": ("string", "text", _Adapter.keep_sound),     # itself, or loosened
     "format": ("string integer number", "text", lambda run, keyword, value, at, contract: (
         run.keep if value in _FORMATS and "string" in _type_names(contract) else run.loosen
     )(keyword, value, at, contract)),                       # numbers have theirs, such as `int32`
@@ -1316,7 +1322,8 @@ def adapt_schema(
     same), `dropped` (what says nothing about values) or `loosened` (it accepts what the schema
     refuses: check that elsewhere). Read those that are narrowed and loosened. `max_length` counts
     code points, `max_items` items: both bound what is given unbounded or larger. Names are not
-    judged here but when a tool is registered.
+    judged here but when a tool is registered. A pattern that is kept is read as `re` reads it, with
+    ASCII classes: what ECMA 262 means by `\\s`, `\\S` and `.` is slightly more or less.
 
     Raises `ContractError`, with keyword and pointer, for what can be turned into no contract:
     unions that overlap, free-form maps, recursive or remote `$ref`, and every keyword that is not
@@ -1858,15 +1865,15 @@ def _require_sound_tool(spec: ToolSpec) -> None:
     if type(spec) is not ToolSpec or type(spec.revisions) is not Revisions:
         raise ContractError("a registry takes ToolSpec with Revisions")
     exempt = [*spec.exempt_names] if type(spec.exempt_names) is tuple else None
-    described = {name: getattr(spec, name) for name in _DESCRIPTION}
-    described |= {"revisions": vars(spec.revisions), "exempt_names": exempt}
+    described = {**{name: getattr(spec, name) for name in _DESCRIPTION},
+                 "revisions": vars(spec.revisions), "exempt_names": exempt}
     for problem in _DESCRIPTION_CONTRACT.problems(described):
         raise ContractError(f"tool {spec.name!r} at {problem.path}: {problem.message}")
     _require_plain([spec.description, exempt])  # no lone surrogates
 
     optional = {"find_receipt": spec.find_receipt, "rules": spec.rules}
-    callables: dict[str, object] = {"find_resource": spec.find_resource, "handler": spec.handler}
-    callables |= {name: given for name, given in optional.items() if given is not None}
+    callables = {"find_resource": spec.find_resource, "handler": spec.handler, **{
+        name: given for name, given in optional.items() if given is not None}}
     _require_author(
         spec.name,
         (spec.writes or spec.consent == "another", "consent is for writes"),
