@@ -1059,12 +1059,17 @@ class ForbiddenNames(unittest.TestCase):
     INPUTS = ("tenant", "tenantId", "TENANT_ID", "tenants", "call-id", "call.ids", "callID",
               "idempotencyKey", "principal_amount", "userTenantId", "approvalId", "call_id_2",
               "statusRef", "subjectId", "\uff54\uff45\uff4e\uff41\uff4e\uff54", "call_i_d_x",
-              "t.e.n.a.n.t", "my_own_new_tenant_id")
+              "t.e.n.a.n.t", "my_own_new_tenant_id",
+              "tenantid", "subjectid", "principal", "principalid", "approval", "approvalid",
+              "approver", "approverid", "callid", "operationid", "idempotencykey")
     OUTPUTS = ("accessToken", "access_tokens", "X-API-Key", "APIKey", "apikeys", "sécret", "JWTs",
                "se\u200bcret", "se\u3164cret", "se\x00cret", "paßword", "next_page_token",
                "TOKENvalue", "JWTtoken", "refreshTOKENhash",
                "Authorization", "session_id", "client_secret", "id_token", "passwd", "token ",
-               "pass1word", "HTTPCookie", "se\u20ddcret", "idempotency_key", "bearer", "Set-Cookie")
+               "pass1word", "HTTPCookie", "se\u20ddcret", "idempotency_key", "bearer", "Set-Cookie",
+               *("my_own_" + mark.join("secret") for mark in ("\u0903", "\u20dd", "\u115f")),
+               "idtoken", "refreshtoken", "authtoken", "clientsecret", "passphrase", "passcode",
+               "pwd", "credential", "privatekey", "accesskey", "sessionid", "otp")
     FREE_INPUTS = ("subject", "subject_line", "lieutenant", "cooperation_id", "recall_id",
                    "file_sha256", "access_token", "callidentity", "", "_", "\ud800")
     FREE_OUTPUTS = ("total_tokens", "tokens", "secretary", "compass_width", "status_refreshed_at",
@@ -1136,6 +1141,8 @@ NODES: tuple[tuple[Node, Node, set[str]], ...] = (
     (TEXT, TEXT, set()),
     ({"type": "string"}, {"type": "string", "maxLength": 50}, {"narrowed "}),
     ({"type": ["string"], "maxLength": 9}, TEXT, {"rewritten /type"}),
+    *(({**TEXT, **bounds}, {**TEXT, **bounds}, set())
+      for bounds in ({"minLength": 9}, {"maxLength": 0})),
     ({"type": "string", "maxLength": 51}, {"type": "string", "maxLength": 50},
      {"narrowed /maxLength"}),
     ({"type": "string", "maxLength": 51.0}, {"type": "string", "maxLength": 50},
@@ -1223,7 +1230,7 @@ NODES: tuple[tuple[Node, Node, set[str]], ...] = (
 )
 
 # A node below the root, and where it is refused.
-REFUSED_SCHEMAS: tuple[tuple[object, str], ...] = (
+REFUSED_SCHEMAS: tuple[tuple[Any, str], ...] = (
     *((node, "") for node in ({}, True, False, 5, None, [TEXT], {"description": "says nothing"})),
     *(({**TEXT, keyword: {}}, f"/{keyword}") for keyword in (
         "not", "if", "patternProperties", "prefixItems", "propertyNames", "contains", "optional",
@@ -1402,7 +1409,7 @@ class ForeignSchemas(unittest.TestCase):
 
     def test_what_a_contract_cannot_say_is_refused_at_its_pointer(self) -> None:
         for node, where in REFUSED_SCHEMAS:
-            schema = {**shut(it=node), "$defs": {"text": TEXT, "list": [TEXT]}}  # type: ignore[arg-type]
+            schema = {**shut(it=node), "$defs": {"text": TEXT, "list": [TEXT]}}
             with self.subTest(node=repr(node)[:200]):
                 found = self.refused_at(schema, max_length=50, max_items=5)
                 self.assertEqual(found, f"/properties/it{where}")
@@ -1926,6 +1933,8 @@ class Registration(unittest.TestCase):
             for function in [*plain, *late]:
                 tool = tool_with(**{"risk": "write", name: function})
                 self.assertEqual(registers(tool), function in plain, (name, function))
+            with self.assertRaisesRegex(td.ContractError, rf"\b{name}\b"):
+                td.Registry([tool_with(**{"risk": "write", name: coroutine})])
 
     def test_a_tool_is_found_by_its_exact_name(self) -> None:
         registry = td.Registry(iter([tool_with(name="b"), tool_with(name="a")]))
@@ -7561,7 +7570,7 @@ class CommandLine(unittest.TestCase):
             ({}, 100), ({"terminal": 0}, 100), ({"terminal": 60}, 60), ({"terminal": 200}, 200),
             ({"columns": "72"}, 72), ({"columns": "72", "terminal": 200}, 72),
             ({"columns": "wide"}, 100), ({"columns": "0", "terminal": 80}, 80),
-            ({"terminal": 7}, 60), ({"columns": "9" * 5_000}, 100),
+            ({"terminal": 7}, 60), ({"columns": "9" * 5_000}, 100), ({"columns": "100000"}, 100),
         ]
 
         for options, width in table:
@@ -7601,6 +7610,8 @@ class CommandLine(unittest.TestCase):
         ]:
             report = json.loads(cli(*argv)[1])
             self.assertEqual([case["id"] for case in report["cases"]], ids)
+        every = [case["id"] for case in json.loads(cli()[1])["cases"]]
+        self.assertEqual(cli(*(f"--case={name}" for name in every)), cli())
         for wrong in (CLI_SECRET, "", "own-orde", "own-order ", "\x1b[31m4711"):
             self.usage("--case", "own-order", "--case", wrong)
 
@@ -7688,6 +7699,8 @@ class CommandLine(unittest.TestCase):
         self.assertEqual(cli("--version"), (0, f"tool-dispatcher {td.__version__}\n", ""))
         status, out, err = cli("--help")
         self.assertEqual((status, out.split()[:2], err), (0, ["usage:", "tool-dispatcher"], ""))
+        for option in re.split(r"\n  (?=-)", out)[1:]:
+            self.assertRegex(option, r"\S\s{2,}\w")     # what it does
         self.assertEqual((cli("-h"), cli("-h", columns="72") == cli("-h")), ((0, out, ""), False))
         for provider, profile in td.PROFILES.items():
             status, out, err = cli("--tools", provider, "--fixture", CLI_SECRET)
