@@ -1470,6 +1470,15 @@ class ForeignSchemas(unittest.TestCase):
         huge = {**shut(a=TEXT), "default": "x" * 1_000_000}
         self.assertEqual(self.adapted(huge), (shut(a=TEXT), {"dropped /default"}))
 
+    def test_a_change_is_paid_for_once_however_often_it_is_met(self) -> None:
+        place = "/$defs/" + "x" * 1_000
+        contract, found = self.adapted({
+            **shut(**{f"p{n}": {"$ref": "#" + place} for n in range(100)}),
+            "$defs": {place[7:]: {"type": "array"}}})
+        self.assertEqual(contract["properties"]["p0"], {"type": "array", "maxItems": 100})
+        self.assertEqual(found, {f"narrowed {place}", "dropped /$defs"}.union(
+            f"rewritten /properties/p{n}/$ref" for n in range(100)))
+
     def test_a_contract_shares_nothing_with_the_schema(self) -> None:
         schema = shut(
             a={"enum": [["x"]]}, b={"$ref": "#/properties/a"}, c={"$ref": "#/properties/a"})
