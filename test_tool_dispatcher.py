@@ -7716,6 +7716,8 @@ class CommandLine(unittest.TestCase):
         self.assertEqual((status, out.split()[:2], err), (0, ["usage:", "tool-dispatcher"], ""))
         for option in re.split(r"\n  (?=-)", out)[1:]:
             self.assertRegex(option, r"\S\s{2,}\w")     # what it does
+        for option in ("--fixture FILE ", "--case ID ", "--tools PROVIDER "):
+            self.assertIn(f"\n  {option}", out)
         self.assertEqual((cli("-h"), cli("-h", columns="72") == cli("-h")), ((0, out, ""), False))
         for provider, profile in td.PROFILES.items():
             status, out, err = cli("--tools", provider, "--fixture", CLI_SECRET)

@@ -1281,8 +1281,8 @@ _REWRITINGS: Final[dict[str, tuple[str, str, _Rewriting]]] = {
     "allOf": ("alone", "", _Adapter.unite),                 # its one schema
     "anyOf": ("alone", "", _Adapter.unite),                 # one node: options, or several types
     "oneOf": ("alone", "", _Adapter.unite),
-    "type": ("", "types", lambda run, keyword, value, at, _: {   # a list of one is its name
-        keyword: value} if type(value) is str or len(value) > 1 else {
+    "type": ("", "types", lambda run, keyword, value, at, _: {  # itself; of a list of one, its name
+        keyword: value} if len(value) > 1 else {
         keyword: value[0], **run.note(at, "rewritten", "one type needs no list")}),
     "const": ("", "anything", _Adapter.keep),
     "enum": ("", "options", _Adapter.keep),
