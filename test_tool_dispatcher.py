@@ -6813,7 +6813,6 @@ class ProviderTools(unittest.TestCase):
 # ===== 13. The demo: a mock downstream with two tools =============================================
 
 
-
 class Demo(unittest.TestCase):
     """The mock downstream and its two tools."""
 

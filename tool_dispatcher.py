@@ -689,8 +689,9 @@ def _compile(schema: JsonObject, is_forbidden: Forbids) -> Check:
     return functools.reduce(
         lambda otherwise, kind: _compile_kind(schema, kind, is_forbidden, otherwise),
         dict.fromkeys(
-        [kind for name in names for kind in _TYPES[name]] if names
-        else map(type, options) if mismatch else ()), lambda value: mismatch)
+            [kind for name in names for kind in _TYPES[name]] if names
+            else map(type, options) if mismatch else ()),
+        lambda value: mismatch)
 
 
 def _declared_levels(schema: JsonObject) -> float:
@@ -823,6 +824,7 @@ _FORBIDDEN_NAMES: Final[dict[str, set[str]]] = {
         "secret", "clientsecret", "password", "passwd", "passphrase", "passcode", "pwd", "cookie",
         "credential", "privatekey", "accesskey", "sessionid", "jwt", "bearer", "otp"},
 }
+
 
 def _words_of(name: str) -> list[list[str]]:
     """Split a name at separators, digits and humps, in both ways to read a hump.
@@ -1339,6 +1341,7 @@ def adapt_schema(
     run = _Adapter(schema, maxLength=max_length, maxItems=max_items)
     return require_schema(run.node(schema, _Place((), 1, is_root=True))), [*run.changes]
 
+
 # ===== 4. The error catalog =======================================================================
 # Every error that a model can see is one row. Nothing of it is free text, so all of it is
 # recomputed when a result is validated.
@@ -1456,8 +1459,6 @@ class HostContextError(ValueError):
 def _require_host(holds: bool, field: str, rule: str) -> None:
     if not holds:
         raise HostContextError(f"{field} must be {rule}")
-
-
 
 
 def _require_identifiers(**fields: object) -> None:
