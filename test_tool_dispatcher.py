@@ -6392,9 +6392,11 @@ class ProviderInbound(unittest.TestCase):
                  *((wrong, None) for wrong in anything(5, True, [], {}, Text("get_order"), Yes()))]
 
         for provider, member in [("openai", "namespace"), ("anthropic", "toolset_name")]:
-            for name in anything(None, 5, [], Text("get_order")):
-                (call,) = calls_in(provider, {**call_item(provider, name=name), member: "crm"})
-                self.assertEqual(call.bind(operation_id="op-1").name, "(malformed)")
+            for name in anything(None, 5, [], Text("get_order"), CYCLE):
+                for namespace in ("crm", name):
+                    item = {**call_item(provider, name=name), member: namespace}
+                    (call,) = calls_in(provider, item)
+                    self.assertEqual(call.bind(operation_id="op-1").name, "(malformed)")
             for namespace, expected in table:
                 (call,) = calls_in(provider, {**call_item(provider), member: namespace})
                 ending = code(World().dispatch(call.bind(operation_id="op-1")))

@@ -3817,7 +3817,7 @@ def _read_name(wire: _Wire, item: JsonObject) -> object:
     """
     name = _reach(item, wire.name)
     namespace = item.get(wire.namespace) if wire.namespace else None
-    if namespace is None or same_json(namespace, name):
+    if namespace is None or (type(name) is str and same_json(name, namespace)):
         return name
     return f"{namespace}/{name}" if type(namespace) is type(name) is str else None
 
