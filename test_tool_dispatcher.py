@@ -646,6 +646,8 @@ KEYWORD_ROWS: list[tuple[dict[str, Any], list[Any], list[Any], str]] = [
     ({"type": "string", "pattern": r"^\d+$"}, ["0123"], ["\u0663\u0664", "\uff11", "1\n"],
      "pattern"),
     ({"type": "string", "pattern": r"^\w+$"}, ["a_1"], ["\u00e9"], "pattern"),
+    ({"type": "string", "pattern": r"^(?=[a-z$]+$)[^\d]+\s?[$]\$$"}, ["a$$"],
+     ["a$$\n", "a\n$$", "a$"], "pattern"),
     (td.IDENTIFIER, ["!", "~", "a", "x" * 255],
      ["", " ", "a b", "a\n", "\x7f", "\x1b", "\u00e9", "x" * 256, "\0"], "format"),
     (td.UTC_SECOND,

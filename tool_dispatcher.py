@@ -164,6 +164,8 @@ def is_sequence(value: object) -> bool:
 def is_date_time(text: str) -> bool:
     """Tell whether `text` is an RFC 3339 date-time: a real instant with its offset.
 
+    A fraction of a second has at most nine digits.
+
     >>> is_date_time("2026-02-28T23:59:59.5+01:00"), is_date_time("2026-02-30T00:00:00Z")
     (True, False)
     """
@@ -540,6 +542,17 @@ def _is_one_of(options: list[Any], kind: type) -> Callable[[Any], object]:
     return lambda value: any(same_json(option, value) for option in options)
 
 
+# What in a pattern stands for a character or a class of them, so that the rest is bare syntax.
+_OPAQUE: Final = r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]"
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    # A `$` within it, as in `(?=a+$)`, would also stand before a trailing line break: no `\Z` does.
+    return re.compile(re.sub(
+        _OPAQUE + r"|(\$)(?=.)", lambda found: r"\Z" if found[1] else found[0], pattern,
+        flags=re.DOTALL), re.ASCII)
+
+
 # One small predicate a keyword, made from what the keyword says, grouped by the type it applies to
 # and in order of evaluation: what bounds a text comes before its pattern, so that none is tried on
 # a longer text.
@@ -561,8 +574,7 @@ _KEYWORDS: Final[dict[type, dict[str, _Maker]]] = {
         "maxLength": lambda limit, _: lambda text: len(text) <= limit,
         **_OPTIONS,
         "format": lambda name, _: _FORMATS[name],
-        # `fullmatch`, because the `$` of `match` also stands before a trailing line break.
-        "pattern": lambda pattern, _: re.compile(pattern, re.ASCII).fullmatch,
+        "pattern": lambda pattern, _: _compiled(pattern).fullmatch,     # so the last `$` is the end
     },
     int: _BOUNDS,
     float: _BOUNDS,
@@ -917,7 +929,7 @@ def is_sound_pattern(pattern: str) -> bool:
 
     # Only what compiles is scanned, so that every class has an end. What is left is bare syntax:
     # a `$`, `|` or `(` in it means what it says.
-    syntax = re.sub(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", ".", pattern, flags=re.DOTALL)
+    syntax = re.sub(_OPAQUE, ".", pattern, flags=re.DOTALL)
     # An inline flag would undo the ASCII classes, and `(?#` hides a comment.
     return (syntax.startswith("^") and syntax.endswith("$")) and "|" not in syntax and not (
         re.search(r"\(\?[aiLmsux#-]", syntax) or _repeats_a_repetition(syntax)
