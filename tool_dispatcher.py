@@ -2538,12 +2538,12 @@ def _is_possible_approval(
     consent = invocation.tool.consent
     if approval is None or consent == "none":
         return approval is None and consent == "none"
-    if not is_eligible(approval["approver_id"], invocation.principal.subject_id, consent):
-        return False
-    if fresh_at is None:
-        return True
-    ran = datetime.fromisoformat(fresh_at[:-1]) - _EPOCH
-    return is_within(approval["expires_at"] - int(ran.total_seconds()), 1, MAX_APPROVAL_SECONDS)
+
+    ran = datetime.fromisoformat(fresh_at[:-1]) - _EPOCH if fresh_at else None
+    return is_eligible(
+        approval["approver_id"], invocation.principal.subject_id, consent
+    ) and (ran is None or is_within(
+        approval["expires_at"] - int(ran.total_seconds()), 1, MAX_APPROVAL_SECONDS))
 
 
 def _implausible(
@@ -2676,9 +2676,8 @@ def validate_result(invocation: Invocation, package: object) -> list[Problem]:
 
 
 def _is_turn(invocations: Any) -> bool:
-    if not is_sequence(invocations) or not 1 <= len(invocations) <= MAX_CALLS:
-        return False
-    if not all(type(invocation) is Invocation for invocation in invocations):
+    if not is_sequence(invocations) or not 1 <= len(invocations) <= MAX_CALLS or not all(
+            type(invocation) is Invocation for invocation in invocations):
         return False
     contexts = [invocation.call.context for invocation in invocations]
     return len({context.call_id for context in contexts}) == len(contexts) and len({
@@ -3142,8 +3141,8 @@ class RunBudget:
     def take_effect(self, scope: Scope) -> bool:
         """Take an effect for a scope, which has at most one; tell whether there was one left."""
         with self._lock:
-            is_exhausted = len(+self._effects) >= self._max_effects  # those above zero
-            if is_exhausted and not self._effects[scope]:
+            # `+` leaves those above zero.
+            if len(+self._effects) >= self._max_effects and not self._effects[scope]:
                 return False
             self._effects[scope] += 1
             return True
@@ -4610,16 +4609,14 @@ class _CaseRun:
 
         The gates are told by the dispatcher itself, so a refusal shows the gate that made it.
         """
-        audit = package["protected_audit"]
-
         return {
             "principal": self.case["principal"],
             **{name: step[name] for name in (
                 "action", "proposal", "execution_context", "approval", "failure", "now")},
             "gates": [*self.gates],
             "stopped_at": self.gates[-1] if package["model_result"]["error"] else None,
-            "status_ref": audit["downstream"]["status_ref"],
-            "digests": audit["binding"],
+            "status_ref": package["protected_audit"]["downstream"]["status_ref"],
+            "digests": package["protected_audit"]["binding"],
             "model_result": package["model_result"],
             "payload": payload,
         }
