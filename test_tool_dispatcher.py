@@ -1160,6 +1160,14 @@ NODES: tuple[tuple[Node, Node, set[str]], ...] = (
     ({"type": "integer", "format": "date"}, {"type": "integer"}, {"loosened /format"}),
     ({**TEXT, "pattern": "[a-z]"}, TEXT, {"loosened /pattern"}),
     ({**TEXT, "pattern": "^[a-z]$"}, {**TEXT, "pattern": "^[a-z]$"}, set()),
+    *(({**TEXT, "pattern": f"^{alike}$"}, {**TEXT, "pattern": f"^{alike}$"}, set()) for alike in (
+        r"(?:a)(?=b)(?!c)(?<=b)(?<!c)(d)", r"a*?b+?c??d{2}e{2,}f{2,3}?", r"[-+*?(){}^$.|]+",
+        r"[^a]\b\B\d\D\f\n\r\s\S\t\v\w\W", r"\0[\0\x4a]\x4A\u00e9[^\u00E9]\uE000", r"\$\.\\[\]]",
+        "\u00e9.")),
+    *(({**TEXT, "pattern": f"^{other}$"}, TEXT, {"loosened /pattern"}) for other in (
+        r"\A", r"a\Z", r"\a", r"\07", r"(a)\1", r"\ud83d", r"\uDE00", r"\U0001f600", r"\N{DASH}",
+        "[]a]", "[^]a]", r"[a\a]", "a++", "a*+", "a?+", "a{2}+", "a{,2}", "a{x}", "a]",
+        "(?P<n>a)", "(?>a)", "(a)?(?(1)b)")),
     ({"enum": ["a", 1, None]}, {"enum": ["a", 1, None]}, set()),
     ({"type": "string", "const": "a"}, {"type": "string", "const": "a"}, set()),
     ({"type": ["string", "null"], "enum": ["a", None]},
@@ -1199,6 +1207,16 @@ NODES: tuple[tuple[Node, Node, set[str]], ...] = (
     ({**TEXT, "nullable": True}, {"type": ["string", "null"], "maxLength": 9},
      {"rewritten /nullable"}),
     ({**TEXT, "nullable": False}, TEXT, {"rewritten /nullable"}),
+    *(({"type": name, "nullable": True}, {"type": name}, {"rewritten /nullable"})
+      for name in anything("null", ["boolean", "null"])),
+    # An `$id` makes a schema of its own, of which `#` is the root; one that is a fragment does not.
+    *(({**shut(at={"$ref": "#/properties/here"}, here=TEXT), "$id": name}, shut(at=TEXT, here=TEXT),
+       {"dropped /$id", "rewritten /properties/at/$ref"}) for name in ("a.json", "https://b/")),
+    ({**shut(at={"$ref": "#/properties/it/properties/here"}, here=TEXT), "$id": "#fragment"},
+     shut(at=TEXT, here=TEXT), {"dropped /$id", "rewritten /properties/at/$ref"}),
+    ({"anyOf": [{**shut(at={"$ref": "#/properties/here"}, here=TEXT), "$id": "a.json"}]},
+     shut(at=TEXT, here=TEXT),
+     {"rewritten /anyOf", "dropped /anyOf/0/$id", "rewritten /anyOf/0/properties/at/$ref"}),
     ({**TEXT, "$comment": "c", "default": float("nan"), "examples": {1}, "deprecated": True,
       "readOnly": 1, "writeOnly": 0, "$id": [], "$schema": None, "x-order": 1, "title": 3},
      TEXT, {f"dropped /{keyword}" for keyword in (
@@ -1243,7 +1261,9 @@ REFUSED_SCHEMAS: tuple[tuple[Any, str], ...] = (
         [obj(a=TEXT), obj(b=TEXT)], [{"type": "integer"}, NUMBER], [{"enum": ["a"]}, NUMBER],
         [NULL, NULL], [{"enum": ["a", None]}, NULL], [{"type": ["string", "null"], "maxLength": 1},
         NULL], [{"const": 1}, {"const": 1.0}], [TEXT, {"type": "string", "const": None}],
-        [TEXT, {"type": "null", "const": 1}], [], {}, None, 5, {"a": TEXT})),
+        [TEXT, {"type": "null", "const": 1}], [], {}, None, 5, {"a": TEXT},
+        [{"type": "string", "enum": ["a" * 9_000], "pattern": "^a*a*a*a*b$"}, NULL],
+        [{"const": "a"}, {"type": "string", "const": "b", "pattern": "^b$"}])),
     ({"anyOf": [TEXT, {}]}, "/anyOf/1"), ({"anyOf": [TEXT], "type": "string"}, "/anyOf"),
     ({"allOf": [TEXT, NUMBER]}, "/allOf"), ({"allOf": [TEXT], "nullable": True}, "/allOf"),
     ({"oneOf": [TEXT], "allOf": [TEXT]}, "/allOf"),
@@ -1376,6 +1396,8 @@ NOT_SCHEMAS: dict[str, object] = {
     "names": obj(**dict.fromkeys(map(str, range(30_000)), TEXT)),
     "ranges": obj(**{f"p{n}": {"type": "string", "pattern": f"^[a-{end}]{{{n}}}$"}
                      for n, end in enumerate(["\\u0100", "\\U00000100", "\u0100"] * 45)}),
+    "classes": obj(**{f"p{n}": {"type": "string", "pattern": f"^[a{end}]{{{n}}}$"}
+                      for n, end in enumerate(["\u0100" * 70, "\\u0100" * 70] * 15)}),
     "keywords": dict.fromkeys(map("x-{}".format, range(20_000)), 1),
     "enum": obj(a={"enum": ["x" * 20] * 200_000}), "union": obj(a={"anyOf": [DEAR] * 200_000}),
     "pointers": obj(**{"n" * 60_000: obj(**{name: {"type": "string"} for name in "abc"})}),
@@ -1480,6 +1502,16 @@ class ForeignSchemas(unittest.TestCase):
         self.assertEqual(contract["properties"]["p0"], {"type": "array", "maxItems": 100})
         self.assertEqual(found, {f"narrowed {place}", "dropped /$defs"}.union(
             f"rewritten /properties/p{n}/$ref" for n in range(100)))
+
+    def test_a_cap_that_is_no_count_is_refused(self) -> None:
+        for cap in anything(-1, True, None, "9", 1.5, 2**53):
+            for caps in ({"max_length": cap}, {"max_items": cap}):
+                with self.assertRaisesRegex(td.ContractError, "max_length and max_items"):
+                    td.adapt_schema({"type": "object"}, **caps)
+        bare = {"type": "array", "items": {"type": "string"}}
+        found, _ = td.adapt_schema(obj(a=bare), max_length=0, max_items=0)
+        self.assertEqual(found["properties"]["a"], {
+            **bare, "maxItems": 0, "items": {"type": "string", "maxLength": 0}})
 
     def test_a_contract_shares_nothing_with_the_schema(self) -> None:
         schema = shut(

@@ -795,8 +795,9 @@ def _options_of(contract: JsonObject) -> list[Any]:
 def _passing_options_of(contract: JsonObject) -> list[Any]:
     """Return those that pass the rest of their own contract."""
     # An enum is not asked for its own members: compared deeply, each with each, many take minutes.
-    judge = _compile({keyword: said for keyword, said in contract.items()
-                      if keyword != "enum" or "const" in contract}, None)
+    # So may a pattern on a long text: it stands beside them still, or nobody unites them.
+    judge = _compile({keyword: said for keyword, said in contract.items() if (
+        keyword != "pattern" and (keyword != "enum" or "const" in contract))}, None)
     return [option for option in _options_of(contract) if not judge(option)]
 
 
@@ -1059,6 +1060,17 @@ _ANNOTATIONS: Final = frozenset({
 _TITLES: Final = ("title", "description")
 
 
+# A pattern that ECMA 262, which JSON Schema speaks of, and `re` read alike.
+_READ_ALIKE: Final = re.compile(r"""(?:
+      [^][\\{}()*+?]                                    # a letter, or one of ^ $ . |
+    | \((?!\?) | \(\?(?:[:=!]|<[=!]) | \)              # a group without a name or flags
+    | (?:[*+?]|\{[0-9]+(?:,[0-9]*)?\})\??(?!\+)        # a repetition that gives back
+    | ESCAPE | \[\^?(?!\])(?:[^]\\]|ESCAPE)+\]         # a class that is empty to neither
+    )*""".replace("ESCAPE", r"""\\(?:
+        \W | [bBdDfnrsStvwW] | 0(?![0-9]) | x[0-9A-Fa-f]{2} | u(?![Dd][89A-Fa-f])[0-9A-Fa-f]{4}
+    )"""), re.VERBOSE)
+
+
 class _Place(NamedTuple):
     """Where in the given schema an adapter stands: at a node, or at a keyword of one."""
 
@@ -1066,9 +1078,11 @@ class _Place(NamedTuple):
     levels: int         # of nesting, where each `$ref` is one more
     is_root: bool       # does it stand for the whole schema?
     inlining: tuple[Tokens, ...] = ()       # what each `$ref` on the way names
+    base: Tokens = ()   # the nearest schema with an `$id`, whose `#` means itself
 
     def below(self, token: str | int, is_root: bool = False) -> _Place:
-        return _Place((*self.path, token), self.levels + 1, is_root, self.inlining)
+        return self._replace(
+            path=(*self.path, token), levels=self.levels + 1, is_root=is_root)
 
     def refuse(self, complaint: str) -> NoReturn:
         raise ContractError(f"schema at {readable(pointer(self.path))}: {complaint}")
@@ -1129,6 +1143,8 @@ class _Adapter:
     def node(self, given: object, at: _Place) -> JsonObject:
         """Return the contract of one node and all below it; annotations go before anything else."""
         said = self.members(given, at)
+        if type(said.get("$id")) is str and not said["$id"].startswith("#"):
+            at = at._replace(base=at.path)
         for keyword in [*said]:
             if keyword in _ANNOTATIONS or keyword.startswith("x-") or (
                     keyword in _TITLES and type(said[keyword]) is not str):
@@ -1191,25 +1207,24 @@ class _Adapter:
             at.below("required").refuse("names what is not among properties")
 
     def inline(self, keyword: str, value: str, at: _Place, contract: JsonObject) -> JsonObject:
-        tokens = tokens_of(unquote(value[1:]))  # RFC 6901, section 6: percent signs first, then ~
+        # RFC 6901, section 6: percent signs first, then ~
+        tokens = (*map(str, at.base), *tokens_of(unquote(value[1:])))
         found = self.document
         for token in tokens:
-            if type(found) is list:
-                index = int(token) if re.fullmatch("0|[1-9][0-9]{0,8}", token) else len(found)
-                found = found[index] if index < len(found) else None
-                continue
-            members = found if type(found) is dict else {}
+            size = len(found) if type(found) is dict or type(found) is list else 0
             # Looking costs a sixteenth of a name.
-            self.plain([""] * min(len(members) // 16, MAX_COST), at, "anything")
+            self.plain([""] * min(size // 16, MAX_COST), at, "anything")
             # Compared, not looked up: a stranger's name could bring a hash of its own.
-            found = next((inner for name, inner in members.items()
+            members = found.items() if type(found) is dict else zip(
+                map(str, range(size)), found if type(found) is list else (), strict=False)
+            found = next((inner for name, inner in members
                           if type(name) is str and name == token), None)
 
         if found is None or tokens in at.inlining:
             at.refuse("leads nowhere" if found is None else
                       "is recursive; write out as many levels as the tool needs")
         self.note(at, "rewritten", "what it names is inlined")
-        return self.node(found, _Place(tokens, at.levels, at.is_root, (*at.inlining, tokens)))
+        return self.node(found, at._replace(path=tokens, inlining=(*at.inlining, tokens)))
 
     def unite(self, keyword: str, value: Any, at: _Place, contract: JsonObject) -> JsonObject:
         if type(value) is not list or not value or (keyword == "allOf" and len(value) > 1):
@@ -1221,8 +1236,8 @@ class _Adapter:
 
     def union(self, branches: list[JsonObject], at: _Place) -> JsonObject:
         """Write a union as one node: options, or types that do not overlap, each with its null."""
-        options = [*map(_passing_options_of, branches)]
-        others = [branch for branch, own in zip(branches, options, strict=True) if own != [None]]
+        pairs = [(branch, _passing_options_of(branch)) for branch in branches]
+        others = [branch for branch, own in pairs if own != [None]]
         for index, branch in enumerate(branches):
             if branch.keys() & _TITLES and others != [branch]:
                 self.note(at.below(index), "dropped", "one node has one title and description")
@@ -1232,15 +1247,16 @@ class _Adapter:
                   if len(others) == 1 or keyword not in _TITLES}
         if all(map(_options_of, branches)):
             united = {**{keyword: united[keyword] for keyword in _TITLES if keyword in united},
-                      "enum": self.plain([*itertools.chain(*options)], at, "options")}
+                      "enum": self.plain([one for _, own in pairs for one in own], at, "options")}
             parts = [*map(canonical_json, united["enum"])]
         else:
             # A branch of options has the types of those: null among them may come with others.
-            united["type"] = [
-                name for branch, own in zip(branches, options, strict=True)
-                for name in (sorted({*map(type_name, own)}) if own else _types_of(branch))]
+            united["type"] = [name for branch, own in pairs for name in (
+                sorted({*map(type_name, own)}) if own else _types_of(branch))]
             parts = [name.replace("integer", "number") for name in united["type"]]
-        if len({*parts}) < len(parts) or ("type" in united and any(map(_options_of, others))):
+        # Options beside a pattern are not tried on it: a stranger's may take minutes.
+        if len({*parts}) < len(parts) or any(
+                "type" in united or "pattern" in branch for branch in filter(_options_of, others)):
             at.refuse("its schemas overlap: give each types of its own, or only options")
         return united
 
@@ -1248,10 +1264,13 @@ class _Adapter:
         return {keyword: value}
 
     def keep_sound(self, keyword: str, value: str, at: _Place, contract: JsonObject) -> JsonObject:
-        # A range beyond ASCII may take 2 ms to compile, as long as a thousand names to copy.
-        self.plain([""] * min(
-            1024 * len(re.findall(r"-(?:\\[uUN]|[^\0-\x7f])", value)), MAX_COST), at, "anything")
-        return (self.keep if is_sound_pattern(value) else self.loosen)(keyword, value, at, contract)
+        # To compile a range beyond ASCII may take 2 ms, as long as to copy a thousand names, and a
+        # class of single letters there a twentieth of that.
+        self.plain([""] * min(MAX_COST, sum(
+            1024 if found[0] == "-" else 64
+            for found in re.findall(r"-?(?:\\[uUN]|[^\0-\x7f])", value))), at, "anything")
+        return (self.keep if is_sound_pattern(value) and _READ_ALIKE.fullmatch(value)
+                else self.loosen)(keyword, value, at, contract)
 
     def loosen(self, keyword: str, value: Any, at: _Place, contract: JsonObject) -> JsonObject:
         if value is False or same_json(0, value):
@@ -1283,7 +1302,8 @@ class _Adapter:
     def add_null(self, keyword: str, value: bool, at: _Place, contract: JsonObject) -> JsonObject:
         # As OpenAPI 3.0 reads it: an enum beside it accepts null only where it lists null.
         self.note(at, "rewritten", "type says whether null is accepted")
-        return {"type": [*dict.fromkeys([*_type_names(contract), "null"])]} if value else {}
+        return {"type": [*_type_names(contract), "null"]} if (
+            value and "null" not in _type_names(contract)) else {}
 
 
 # What becomes of each keyword, in the order of rewriting: the types it speaks of (none: of every
@@ -1336,8 +1356,9 @@ def adapt_schema(
     same), `dropped` (what says nothing about values) or `loosened` (it accepts what the schema
     refuses: check that elsewhere). Read those that are narrowed and loosened. `max_length` counts
     code points, `max_items` items: both bound what is given unbounded or larger. Names are not
-    judged here but when a tool is registered. A pattern that is kept is read as `re` reads it, with
-    ASCII classes: what ECMA 262 means by `\\s`, `\\S` and `.` is slightly more or less.
+    judged here but when a tool is registered. A pattern is kept only where ECMA 262 and `re`, with
+    ASCII classes, read it alike, but that `\\s`, `\\S` and `.` mean slightly more or less there. It
+    may take polynomial time, which a small `max_length` bounds.
 
     Raises `ContractError`, with keyword and pointer, for what can be turned into no contract:
     unions that overlap, free-form maps, recursive or remote `$ref`, and every keyword that is not
@@ -1350,6 +1371,9 @@ def adapt_schema(
     >>> [(change.path, change.rule) for change in changes]     # doctest: +NORMALIZE_WHITESPACE
     [('/properties/q/default', 'dropped'), ('/properties/q/anyOf', 'rewritten'), ('', 'narrowed')]
     """
+    if not is_within(max_length, 0, MAX_SAFE_INTEGER) or not (
+            is_within(max_items, 0, MAX_SAFE_INTEGER)):
+        raise ContractError("max_length and max_items must be integers of at least 0")
     run = _Adapter(schema, maxLength=max_length, maxItems=max_items)
     return require_schema(run.node(schema, _Place((), 1, is_root=True))), [*run.changes]
 
