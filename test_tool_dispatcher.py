@@ -646,8 +646,7 @@ KEYWORD_ROWS: list[tuple[dict[str, Any], list[Any], list[Any], str]] = [
     ({"type": "string", "pattern": r"^\d+$"}, ["0123"], ["\u0663\u0664", "\uff11", "1\n"],
      "pattern"),
     ({"type": "string", "pattern": r"^\w+$"}, ["a_1"], ["\u00e9"], "pattern"),
-    ({"type": "string", "pattern": r"^(?=[a-z$]+$)[^\d]+\s?[$]\$$"}, ["a$$"],
-     ["a$$\n", "a\n$$", "a$"], "pattern"),
+    ({"type": "string", "pattern": r"^(?=[$]+\$$)[^a]+$"}, ["$$"], ["$$\n", "$"], "pattern"),
     (td.IDENTIFIER, ["!", "~", "a", "x" * 255],
      ["", " ", "a b", "a\n", "\x7f", "\x1b", "\u00e9", "x" * 256, "\0"], "format"),
     (td.UTC_SECOND,
@@ -1162,12 +1161,12 @@ NODES: tuple[tuple[Node, Node, set[str]], ...] = (
     ({**TEXT, "pattern": "^[a-z]$"}, {**TEXT, "pattern": "^[a-z]$"}, set()),
     *(({**TEXT, "pattern": f"^{alike}$"}, {**TEXT, "pattern": f"^{alike}$"}, set()) for alike in (
         r"(?:a)(?=b)(?!c)(?<=b)(?<!c)(d)", r"a*?b+?c??d{2}e{2,}f{2,3}?", r"[-+*?(){}^$.|]+",
-        r"[^a]\b\B\d\D\f\n\r\s\S\t\v\w\W", r"\0[\0\x4a]\x4A\u00e9[^\u00E9]\uE000", r"\$\.\\[\]]",
+        r"[^a]\b\d\D\f\n\r\s\S\t\v\w\W", r"\0[\0\x4a]\x4A\u00e9[^\u00E9]\uE000", r"\$\.\\[\]]",
         "\u00e9.")),
     *(({**TEXT, "pattern": f"^{other}$"}, TEXT, {"loosened /pattern"}) for other in (
-        r"\A", r"a\Z", r"\a", r"\07", r"(a)\1", r"\ud83d", r"\uDE00", r"\U0001f600", r"\N{DASH}",
-        "[]a]", "[^]a]", r"[a\a]", "a++", "a*+", "a?+", "a{2}+", "a{,2}", "a{x}", "a]",
-        "(?P<n>a)", "(?>a)", "(a)?(?(1)b)")),
+        r"\A", r"a\Z", r"\a", r"\B", r"\07", r"(a)\1", r"\ud83d", r"\uDE00", r"\U0001f600",
+        r"\N{DASH}", "[]a]", "[^]a]", "[^]b[^]", r"[a\a]", "a++", "a*+", "a?+", "a{2}+", "a{,2}",
+        "a{x}", "a]", "(?P<n>a)", "(?>a)", "(a)?(?(1)b)")),
     ({"enum": ["a", 1, None]}, {"enum": ["a", 1, None]}, set()),
     ({"type": "string", "const": "a"}, {"type": "string", "const": "a"}, set()),
     ({"type": ["string", "null"], "enum": ["a", None]},
@@ -1493,6 +1492,12 @@ class ForeignSchemas(unittest.TestCase):
             self.assertLess(time.perf_counter() - started, 2, name)
         huge = {**shut(a=TEXT), "default": "x" * 1_000_000}
         self.assertEqual(self.adapted(huge), (shut(a=TEXT), {"dropped /default"}))
+
+    def test_options_of_a_union_are_not_compared_with_each_other(self) -> None:
+        options, started = [[n] for n in range(9_000)], time.process_time()
+        found, _ = td.adapt_schema(obj(a={"anyOf": [{"enum": options}, NULL]}))
+        self.assertLess(time.process_time() - started, 2)
+        self.assertEqual(found["properties"]["a"], {"enum": [*options, None]})
 
     def test_a_change_is_paid_for_once_however_often_it_is_met(self) -> None:
         place = "/$defs/" + "x" * 1_000
