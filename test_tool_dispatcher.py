@@ -1495,9 +1495,9 @@ class ForeignSchemas(unittest.TestCase):
         self.assertEqual(self.adapted(huge), (shut(a=TEXT), {"dropped /default"}))
 
     def test_options_of_a_union_are_not_compared_with_each_other(self) -> None:
-        options, started = [[n] for n in range(9_000)], time.process_time()
+        options, started = [[n] for n in range(4_000)], time.process_time()
         found, _ = td.adapt_schema(obj(a={"anyOf": [{"enum": options}, NULL]}))
-        self.assertLess(time.process_time() - started, 2)
+        self.assertLess(time.process_time() - started, 1)
         self.assertEqual(found["properties"]["a"], {"enum": [*options, None]})
 
     def test_a_change_is_paid_for_once_however_often_it_is_met(self) -> None:
