@@ -1395,7 +1395,7 @@ NOT_SCHEMAS: dict[str, object] = {
     "ranges": obj(**{f"p{n}": {"type": "string", "pattern": f"^[a-{end}]{{{n}}}$"}
                      for n, end in enumerate(["\\u0100", "\\U00000100", "\u0100"] * 45)}),
     "classes": obj(**{f"p{n}": {"type": "string", "pattern": f"^[a{end}]{{{n}}}$"}
-                      for n, end in enumerate(["\u0100" * 70, "\\u0100" * 70] * 15)}),
+                      for n, end in enumerate(["\u0100" * 600, "\\u0100" * 600] * 2)}),
     "pattern": obj(a={"anyOf": [
         {"type": "string", "enum": ["a" * 3_000], "pattern": "^a*a*a*b$"}, NULL]}),
     "keywords": dict.fromkeys(map("x-{}".format, range(20_000)), 1),
@@ -1495,9 +1495,9 @@ class ForeignSchemas(unittest.TestCase):
         self.assertEqual(self.adapted(huge), (shut(a=TEXT), {"dropped /default"}))
 
     def test_options_of_a_union_are_not_compared_with_each_other(self) -> None:
-        options, started = [[n] for n in range(4_000)], time.process_time()
+        options, started = [[n] for n in range(2_000)], time.process_time()
         found, _ = td.adapt_schema(obj(a={"anyOf": [{"enum": options}, NULL]}))
-        self.assertLess(time.process_time() - started, 1)
+        self.assertLess(time.process_time() - started, 0.3)
         self.assertEqual(found["properties"]["a"], {"enum": [*options, None]})
 
     def test_a_change_is_paid_for_once_however_often_it_is_met(self) -> None:
