@@ -1062,14 +1062,14 @@ _TITLES: Final = ("title", "description")
 
 # A pattern that ECMA 262, which JSON Schema speaks of, and `re` read alike. The trap is `\B`: in an
 # empty text it holds for the one, for the other only from Python 3.14 on.
-_READ_ALIKE: Final = re.compile(r"""(?:
+_READ_ALIKE: Final = r"""(?x: (?:
       [^][\\{}()*+?]                                    # a letter, or one of ^ $ . |
     | \((?!\?) | \(\?(?:[:=!]|<[=!]) | \)              # a group without a name or flags
     | (?:[*+?]|\{[0-9]+(?:,[0-9]*)?\})\??(?!\+)        # a repetition that gives back
     | ESCAPE | \[(?!\^?\])(?:[^]\\]|ESCAPE)+\]         # a class that is empty to neither
-    )*""".replace("ESCAPE", r"""\\(?:
+    )* )""".replace("ESCAPE", r"""\\(?:
         \W | [bdDfnrsStvwW] | 0(?![0-9]) | x[0-9A-Fa-f]{2} | u(?![Dd][89A-Fa-f])[0-9A-Fa-f]{4}
-    )"""), re.VERBOSE)
+    )""")
 
 
 class _Place(NamedTuple):
@@ -1270,7 +1270,7 @@ class _Adapter:
         self.plain([""] * min(MAX_COST, sum(
             1024 if found[0] == "-" else 64
             for found in re.findall(r"-?(?:\\[uUN]|[^\0-\x7f])", value))), at, "anything")
-        return (self.keep if is_sound_pattern(value) and _READ_ALIKE.fullmatch(value)
+        return (self.keep if is_sound_pattern(value) and re.fullmatch(_READ_ALIKE, value)
                 else self.loosen)(keyword, value, at, contract)
 
     def loosen(self, keyword: str, value: Any, at: _Place, contract: JsonObject) -> JsonObject:
