@@ -5828,8 +5828,8 @@ class DispatcherProcesses(unittest.TestCase):
 
     def race(self, children: list[subprocess.Popen[str]]) -> None:
         rounds: tuple[tuple[str, str, set[Any], int], ...] = (  # a key and a wish for each
-            ("key-{n}", "{n}", {FRESH, UNKNOWN, REPLAY}, 5),
-            ("key-{n}-{child}", "1000{n}", {FRESH, UNKNOWN}, 5),
+            ("key-{n}", "{n}", {FRESH, UNKNOWN, REPLAY}, 3),
+            ("key-{n}-{child}", "1000{n}", {FRESH, UNKNOWN}, 3),
             ("own-{n}-{child}", "2{child}00{n}", {FRESH}, 50),
         )
         fresh = 0
